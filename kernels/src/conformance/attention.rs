@@ -1,0 +1,84 @@
+//! Cases of attention.
+
+use minnow_common::BLOCK;
+
+use super::{ROUNDING, Tolerance, random};
+use crate::ops::{Heads, Page};
+use crate::oracle;
+
+/// Attention of the last blocks of a sequence.
+#[derive(Clone, Debug)]
+pub struct AttentionCase {
+    /// What is special about it.
+    pub name: String,
+    /// Shape.
+    pub heads: Heads,
+    /// `[rows, query heads, dim]`
+    pub q: Vec<f32>,
+    /// Keys and values of each page.
+    pub pages: Vec<(Vec<f32>, Vec<f32>)>,
+    /// `[rows, query heads, dim]`, by the oracle.
+    pub expected: Vec<f32>,
+}
+
+impl AttentionCase {
+    /// A lone block, blocks with and without earlier pages, heads that are no whole number of vectors, scores so far
+    /// apart that early pages lose all weight, and a NaN that only later blocks see.
+    #[must_use]
+    pub fn all() -> Vec<Self> {
+        let sizes = [
+            (Heads { query: 1, kv: 1, dim: 16 }, 1, 1),
+            (Heads { query: 4, kv: 2, dim: 24 }, 2, 5),
+            (Heads { query: 2, kv: 2, dim: 5 }, 3, 3),
+            (Heads { query: 16, kv: 4, dim: 128 }, 1, 9),
+        ];
+        let mut cases: Vec<Self> =
+            sizes.into_iter().map(|(heads, blocks, pages)| Self::random(heads, blocks, pages, 1.0, |_| {})).collect();
+        let heads = Heads { query: 2, kv: 1, dim: 32 };
+        cases.push(Self::random(heads, 4, 6, 20.0, |_| {}).named("far apart scores"));
+        let poisoned = |pages: &mut [(Vec<f32>, Vec<f32>)]| pages[4].0[7] = f32::NAN;
+        cases.push(Self::random(heads, 4, 6, 1.0, poisoned).named("NaN in page 4"));
+        cases
+    }
+
+    fn random(
+        heads: Heads,
+        blocks: usize,
+        page_count: usize,
+        gain: f32,
+        change: impl FnOnce(&mut [(Vec<f32>, Vec<f32>)]),
+    ) -> Self {
+        let name = format!("attention of {blocks} blocks over {page_count} pages, {heads:?}");
+        let q: Vec<f32> =
+            random("q", blocks * BLOCK * heads.query * heads.dim).iter().map(|value| gain * value).collect();
+        let len = heads.kv * BLOCK * heads.dim;
+        let mut pages: Vec<_> = (0..page_count)
+            .map(|page| (random(&format!("keys {page}"), len), random(&format!("values {page}"), len)))
+            .collect();
+        change(&mut pages);
+        let mut case = Self { name, heads, q, pages, expected: Vec::new() };
+        let mut expected = vec![0.0; case.q.len()];
+        oracle::attention(&mut expected, &case.q, &case.pages(), heads);
+        case.expected = expected;
+        case
+    }
+
+    fn named(mut self, special: &str) -> Self {
+        self.name = format!("{}, {special}", self.name);
+        self
+    }
+
+    /// The pages as backends see them.
+    #[must_use]
+    pub fn pages(&self) -> Vec<Page<'_>> {
+        self.pages.iter().map(|(keys, values)| Page { keys, values }).collect()
+    }
+
+    /// Scores here reach 20 sqrt(dim), and an error in a score is a relative error of its weight; the weighted mean of
+    /// values up to one carries it over.
+    #[must_use]
+    pub fn tolerance(&self) -> Tolerance {
+        let score_max = self.q.iter().fold(1.0f32, |max, value| max.max(value.abs())) * (self.heads.dim as f32).sqrt();
+        Tolerance { relative: 0.0, absolute: 16.0 * ROUNDING * score_max }
+    }
+}

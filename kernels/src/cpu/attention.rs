@@ -1,0 +1,141 @@
+//! Block-causal attention over pages, one page after the other.
+//!
+//! For each block of 32 queries and each head, the running maximum, total and weighted sum of values are carried from
+//! page to page, always from the first page on. So a query's result does not depend on how a sequence was cut into
+//! forward passes, and no row of scores longer than a page is ever kept.
+
+use minnow_common::BLOCK;
+use rayon::prelude::*;
+
+use super::Isa;
+use super::isa::Kernel;
+use super::lanes::{LANES, Lanes};
+use super::products::{RowIds, Rows, products};
+use crate::ops::{Heads, Page};
+
+/// Attention of the last `rows / 32` blocks of a sequence, whose keys and values lie in `pages`, one page a block.
+///
+/// `q`, `out`: `[rows, query heads, dim]` with `rows` whole blocks. The queries are those of the *last* pages, so block
+/// `b` of them sees pages `0..=pages.len() - rows / 32 + b`, entirely. Parallel over blocks and heads.
+pub fn attention(isa: Isa, out: &mut [f32], q: &[f32], pages: &[Page<'_>], heads: Heads) {
+    let row_len = heads.query * heads.dim;
+    let blocks = q.len() / (row_len * BLOCK);
+    assert!(q.len() == blocks * BLOCK * row_len && out.len() == q.len() && blocks <= pages.len());
+    let earlier_pages = pages.len() - blocks;
+    // [blocks, query heads, 32, dim]
+    let mut by_head = vec![0.0; out.len()];
+    by_head.par_chunks_mut(BLOCK * heads.dim).enumerate().for_each_init(
+        || vec![0.0; BLOCK * BLOCK],
+        |scores, (task, out)| {
+            let (block, head) = (task / heads.query, task % heads.query);
+            let q = Rows {
+                x: &q[block * BLOCK * row_len..][..BLOCK * row_len],
+                width: heads.dim,
+                ids: RowIds::Every { first: head, step: heads.query, count: BLOCK },
+            };
+            let kv_head = head / (heads.query / heads.kv);
+            isa.run(HeadOfBlock { out, q, pages: &pages[..=earlier_pages + block], kv_head, scores });
+        },
+    );
+    for (block, out) in out.chunks_exact_mut(BLOCK * row_len).enumerate() {
+        for (index, out) in out.chunks_exact_mut(heads.dim).enumerate() {
+            let (row, head) = (index / heads.query, index % heads.query);
+            out.copy_from_slice(&by_head[((block * heads.query + head) * BLOCK + row) * heads.dim..][..heads.dim]);
+        }
+    }
+}
+
+/// Vectors that hold one number for each query of a block.
+const QUERY_VECTORS: usize = BLOCK / LANES;
+const _: () = assert!(BLOCK.is_multiple_of(LANES));
+
+/// One head of one block of queries: `out: [32, dim]`, `q`: 32 rows of `dim`, `scores: [32 keys, 32 queries]` scratch.
+struct HeadOfBlock<'a> {
+    out: &'a mut [f32],
+    q: Rows<'a>,
+    pages: &'a [Page<'a>],
+    kv_head: usize,
+    scores: &'a mut [f32],
+}
+
+impl Kernel for HeadOfBlock<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        let Self { out, q, pages, kv_head, scores } = self;
+        let dim = q.width;
+        let page_rows = kv_head * BLOCK * dim..(kv_head + 1) * BLOCK * dim;
+        let scale = lanes.splat((1.0 / (dim as f64).sqrt()) as f32);
+        // Of the 32 queries, by lane: the largest score so far, and the sum of exp(score - largest).
+        let mut max = [lanes.splat(f32::NEG_INFINITY); QUERY_VECTORS];
+        let mut total = [lanes.splat(0.0); QUERY_VECTORS];
+        out.fill(0.0);
+        for page in pages {
+            products(lanes, scores, q, &page.keys[page_rows.clone()]);
+            let mut shrink = [0.0; BLOCK];
+            let (shrink_vectors, _) = shrink.as_chunks_mut::<LANES>();
+            for vector in 0..QUERY_VECTORS {
+                let rows = || scores_of(vector);
+                let mut new_max = max[vector];
+                for at in rows() {
+                    let score = lanes.mul(lanes.load_part(&scores[at..at + LANES]), scale);
+                    lanes.store_part(score, &mut scores[at..at + LANES]);
+                    new_max = lanes.max(score, new_max);
+                }
+                let minus_max = lanes.mul(new_max, lanes.splat(-1.0));
+                let shrink = lanes.exp(lanes.add(max[vector], minus_max));
+                let mut sum = lanes.mul(total[vector], shrink);
+                for at in rows() {
+                    let weight = lanes.exp(lanes.add(lanes.load_part(&scores[at..at + LANES]), minus_max));
+                    lanes.store_part(weight, &mut scores[at..at + LANES]);
+                    sum = lanes.add(sum, weight);
+                }
+                (max[vector], total[vector]) = (new_max, sum);
+                lanes.store(shrink, &mut shrink_vectors[vector]);
+            }
+            add_values(lanes, out, scores, &shrink, &page.values[page_rows.clone()], dim);
+        }
+        let mut totals = [0.0; BLOCK];
+        for (total, out) in total.iter().zip(totals.as_chunks_mut::<LANES>().0) {
+            lanes.store(*total, out);
+        }
+        for (out, total) in out.chunks_exact_mut(dim).zip(totals) {
+            for out in out {
+                *out /= total;
+            }
+        }
+    }
+}
+
+/// Where the scores of vector `vector` of the queries start, for each key.
+fn scores_of(vector: usize) -> impl Iterator<Item = usize> {
+    (0..BLOCK).map(move |key| key * BLOCK + vector * LANES)
+}
+
+/// `out[q] = out[q] * shrink[q] + sum over keys of weights[key, q] * values[key]`, keys in order.
+/// `out`, `values`: `[32, dim]`; `weights: [32 keys, 32 queries]`.
+#[inline(always)]
+fn add_values<L: Lanes>(lanes: L, out: &mut [f32], weights: &[f32], shrink: &[f32; BLOCK], values: &[f32], dim: usize) {
+    /// Queries that share a load of values.
+    const QUERIES: usize = 4;
+    for first_col in (0..dim).step_by(LANES) {
+        let cols = first_col..dim.min(first_col + LANES);
+        for first_query in (0..BLOCK).step_by(QUERIES) {
+            let mut sums = [lanes.splat(0.0); QUERIES];
+            for (query, sum) in (first_query..).zip(&mut sums) {
+                let old = lanes.load_part(&out[query * dim..][cols.clone()]);
+                *sum = lanes.mul(old, lanes.splat(shrink[query]));
+            }
+            for key in 0..BLOCK {
+                let value = lanes.load_part(&values[key * dim..][cols.clone()]);
+                for (query, sum) in (first_query..).zip(&mut sums) {
+                    *sum = lanes.mul_add(lanes.splat(weights[key * BLOCK + query]), value, *sum);
+                }
+            }
+            for (query, sum) in (first_query..).zip(sums) {
+                lanes.store_part(sum, &mut out[query * dim..][cols.clone()]);
+            }
+        }
+    }
+}

@@ -1,0 +1,399 @@
+//! Lanes as AVX-512 registers, and as pairs of AVX2 registers.
+//!
+//! All the unsafe of the CPU backend is here: calls of intrinsics, allowed by the proof that `self` is, and unaligned
+//! loads and stores through references to arrays of exactly the size of the access.
+
+use std::arch::is_x86_feature_detected;
+use std::arch::x86_64::*;
+
+use super::{LANES, Lanes, Tile};
+use crate::codec::E2M1;
+use crate::cpu::isa::Kernel;
+
+/// Proof that this CPU has AVX-512F. The only way to get one is [`Avx512::detect`].
+#[derive(Clone, Copy)]
+pub(in crate::cpu) struct Avx512(());
+
+/// Proof that this CPU has AVX2, FMA and F16C. The only way to get one is [`Avx2::detect`].
+#[derive(Clone, Copy)]
+pub(in crate::cpu) struct Avx2(());
+
+impl Avx512 {
+    pub(in crate::cpu) fn detect() -> Option<Self> {
+        is_x86_feature_detected!("avx512f").then_some(Self(()))
+    }
+
+    /// Runs `kernel`, compiled with AVX-512F.
+    pub(in crate::cpu) fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        #[target_feature(enable = "avx512f")]
+        fn enabled<K: Kernel>(proof: Avx512, kernel: K) -> K::Output {
+            kernel.run(proof)
+        }
+        // SAFETY: `self` exists, so `detect` saw AVX-512F on this CPU.
+        unsafe { enabled(self, kernel) }
+    }
+}
+
+impl Avx2 {
+    pub(in crate::cpu) fn detect() -> Option<Self> {
+        let present =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        present.then_some(Self(()))
+    }
+
+    /// Runs `kernel`, compiled with AVX2, FMA and F16C.
+    pub(in crate::cpu) fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        #[target_feature(enable = "avx2,fma,f16c")]
+        fn enabled<K: Kernel>(proof: Avx2, kernel: K) -> K::Output {
+            kernel.run(proof)
+        }
+        // SAFETY: `self` exists, so `detect` saw AVX2, FMA and F16C on this CPU.
+        unsafe { enabled(self, kernel) }
+    }
+}
+
+/// Evaluates intrinsics. Only for methods of [`Avx512`] and [`Avx2`], and only for intrinsics of their features.
+macro_rules! proven {
+    ($($body:tt)*) => {
+        // SAFETY: the method this stands in has a `self`, which proves that the CPU has the features of the intrinsics.
+        // Those that take a pointer get it from a reference to an array of exactly the bytes they access, and need no
+        // alignment.
+        unsafe { $($body)* }
+    };
+}
+
+impl Lanes for Avx512 {
+    type Vector = __m512;
+
+    const TILE: Tile = Tile::FourByFour;
+
+    #[inline(always)]
+    fn splat(self, value: f32) -> __m512 {
+        proven!(_mm512_set1_ps(value))
+    }
+
+    #[inline(always)]
+    fn load(self, values: &[f32; LANES]) -> __m512 {
+        proven!(_mm512_loadu_ps(values.as_ptr()))
+    }
+
+    #[inline(always)]
+    fn store(self, vector: __m512, out: &mut [f32; LANES]) {
+        proven!(_mm512_storeu_ps(out.as_mut_ptr(), vector))
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m512, b: __m512) -> __m512 {
+        proven!(_mm512_add_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m512, b: __m512) -> __m512 {
+        proven!(_mm512_mul_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn div(self, a: __m512, b: __m512) -> __m512 {
+        proven!(_mm512_div_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: __m512, b: __m512, c: __m512) -> __m512 {
+        proven!(_mm512_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn max(self, a: __m512, b: __m512) -> __m512 {
+        proven!(_mm512_max_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn min(self, a: __m512, b: __m512) -> __m512 {
+        proven!(_mm512_min_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn round(self, a: __m512) -> __m512 {
+        proven!(_mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(a))
+    }
+
+    #[inline(always)]
+    fn scale_by_power(self, a: __m512, exponent: __m512) -> __m512 {
+        proven!(_mm512_scalef_ps(a, exponent))
+    }
+
+    #[inline(always)]
+    fn sum(self, a: __m512) -> f32 {
+        proven! {
+            let low = _mm512_castps512_ps256(a);
+            let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(a)));
+            sum_of_eight(_mm256_add_ps(low, high))
+        }
+    }
+
+    #[inline(always)]
+    fn bf16(self, bytes: &[u8; 2 * LANES]) -> __m512 {
+        proven! {
+            let halves = _mm256_loadu_si256(bytes.as_ptr().cast());
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves)))
+        }
+    }
+
+    #[inline(always)]
+    fn f16(self, bytes: &[u8; 2 * LANES]) -> __m512 {
+        proven!(_mm512_cvtph_ps(_mm256_loadu_si256(bytes.as_ptr().cast())))
+    }
+
+    #[inline(always)]
+    fn i8(self, bytes: u128) -> __m512 {
+        proven! {
+            let bytes = _mm_set_epi64x((bytes >> 64) as i64, bytes as i64);
+            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))
+        }
+    }
+
+    #[inline(always)]
+    fn i8_of_tile(self, bytes: u128) -> __m512 {
+        proven!(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(tile_row_in_order(bytes))))
+    }
+
+    #[inline(always)]
+    fn i4(self, nibbles: u64) -> __m512 {
+        proven! {
+            // Each nibble to the top of its lane, and back with its sign.
+            let shifts = _mm512_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0, 28, 24, 20, 16, 12, 8, 4, 0);
+            let top = _mm512_sllv_epi32(halves_to_lanes(nibbles), shifts);
+            _mm512_cvtepi32_ps(_mm512_srai_epi32::<28>(top))
+        }
+    }
+
+    #[inline(always)]
+    fn i4_of_tile(self, nibbles: u64) -> __m512 {
+        proven! {
+            // By `PLACE_IN_TILE_ROW`, columns 0 to 3 and 8 to 11 are in the low half, the others in the high half.
+            let low = _mm512_set1_epi32(nibbles as i32);
+            let halves = _mm512_mask_set1_epi32(low, 0xf0f0, (nibbles >> 32) as i32);
+            let shifts = _mm512_setr_epi32(28, 24, 12, 8, 28, 24, 12, 8, 20, 16, 4, 0, 20, 16, 4, 0);
+            _mm512_cvtepi32_ps(_mm512_srai_epi32::<28>(_mm512_sllv_epi32(halves, shifts)))
+        }
+    }
+
+    #[inline(always)]
+    fn e2m1(self, nibbles: u64) -> __m512 {
+        proven! {
+            let shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+            // The table look-up uses the lowest four bits of a lane.
+            let codes = _mm512_srlv_epi32(halves_to_lanes(nibbles), shifts);
+            _mm512_permutexvar_ps(codes, _mm512_loadu_ps(E2M1.as_ptr()))
+        }
+    }
+}
+
+/// The low half of `nibbles` in lanes 0 to 7, the high half in lanes 8 to 15.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn halves_to_lanes(nibbles: u64) -> __m512i {
+    let low = _mm512_set1_epi32(nibbles as i32);
+    _mm512_mask_set1_epi32(low, 0xff00, (nibbles >> 32) as i32)
+}
+
+/// The bytes of a row of an `mma` tile in column order, by `PLACE_IN_TILE_ROW`.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn tile_row_in_order(bytes: u128) -> __m128i {
+    let stored = _mm_set_epi64x((bytes >> 64) as i64, bytes as i64);
+    _mm_shuffle_epi8(stored, _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15))
+}
+
+/// Adds lanes four apart, then two, then one.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn sum_of_eight(a: __m256) -> f32 {
+    let four = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
+    let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+}
+
+impl Lanes for Avx2 {
+    /// Lanes 0 to 7 and 8 to 15.
+    type Vector = [__m256; 2];
+
+    const TILE: Tile = Tile::TwoByTwo;
+
+    #[inline(always)]
+    fn splat(self, value: f32) -> [__m256; 2] {
+        proven!([_mm256_set1_ps(value); 2])
+    }
+
+    #[inline(always)]
+    fn load(self, values: &[f32; LANES]) -> [__m256; 2] {
+        let [low, high] = halves::<_, _, 8>(values);
+        proven!([_mm256_loadu_ps(low.as_ptr()), _mm256_loadu_ps(high.as_ptr())])
+    }
+
+    #[inline(always)]
+    fn store(self, vector: [__m256; 2], out: &mut [f32; LANES]) {
+        let (low, high) = out.split_at_mut(8);
+        proven! {
+            _mm256_storeu_ps(low.as_mut_ptr(), vector[0]);
+            _mm256_storeu_ps(high.as_mut_ptr(), vector[1]);
+        }
+    }
+
+    #[inline(always)]
+    fn add(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        proven!([_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn mul(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        proven!([_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn div(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        proven!([_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn mul_add(self, a: [__m256; 2], b: [__m256; 2], c: [__m256; 2]) -> [__m256; 2] {
+        proven!([_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])])
+    }
+
+    #[inline(always)]
+    fn max(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        proven!([_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn min(self, a: [__m256; 2], b: [__m256; 2]) -> [__m256; 2] {
+        proven!([_mm256_min_ps(a[0], b[0]), _mm256_min_ps(a[1], b[1])])
+    }
+
+    #[inline(always)]
+    fn round(self, a: [__m256; 2]) -> [__m256; 2] {
+        const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+        proven!([_mm256_round_ps::<NEAREST>(a[0]), _mm256_round_ps::<NEAREST>(a[1])])
+    }
+
+    #[inline(always)]
+    fn scale_by_power(self, a: [__m256; 2], exponent: [__m256; 2]) -> [__m256; 2] {
+        proven!([scale_eight_by_power(a[0], exponent[0]), scale_eight_by_power(a[1], exponent[1])])
+    }
+
+    #[inline(always)]
+    fn sum(self, a: [__m256; 2]) -> f32 {
+        proven!(sum_of_eight(_mm256_add_ps(a[0], a[1])))
+    }
+
+    #[inline(always)]
+    fn bf16(self, bytes: &[u8; 2 * LANES]) -> [__m256; 2] {
+        let [low, high] = halves::<_, _, LANES>(bytes);
+        proven!([eight_bf16(low), eight_bf16(high)])
+    }
+
+    #[inline(always)]
+    fn f16(self, bytes: &[u8; 2 * LANES]) -> [__m256; 2] {
+        let [low, high] = halves::<_, _, LANES>(bytes);
+        proven! {
+            let (low, high) = (_mm_loadu_si128(low.as_ptr().cast()), _mm_loadu_si128(high.as_ptr().cast()));
+            [_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)]
+        }
+    }
+
+    #[inline(always)]
+    fn i8(self, bytes: u128) -> [__m256; 2] {
+        proven!([eight_i8(bytes as i64), eight_i8((bytes >> 64) as i64)])
+    }
+
+    #[inline(always)]
+    fn i8_of_tile(self, bytes: u128) -> [__m256; 2] {
+        proven! {
+            let ordered = tile_row_in_order(bytes);
+            let high = _mm_unpackhi_epi64(ordered, ordered);
+            [_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(ordered)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high))]
+        }
+    }
+
+    #[inline(always)]
+    fn i4_of_tile(self, nibbles: u64) -> [__m256; 2] {
+        proven! {
+            // By `PLACE_IN_TILE_ROW`, columns 0 to 3 and 8 to 11 are in the low half, the others in the high half.
+            let (low, high) = (_mm_set1_epi32(nibbles as i32), _mm_set1_epi32((nibbles >> 32) as i32));
+            let halves = _mm256_set_m128i(high, low);
+            let first = _mm256_sllv_epi32(halves, _mm256_setr_epi32(28, 24, 12, 8, 28, 24, 12, 8));
+            let second = _mm256_sllv_epi32(halves, _mm256_setr_epi32(20, 16, 4, 0, 20, 16, 4, 0));
+            [
+                _mm256_cvtepi32_ps(_mm256_srai_epi32::<28>(first)),
+                _mm256_cvtepi32_ps(_mm256_srai_epi32::<28>(second)),
+            ]
+        }
+    }
+
+    #[inline(always)]
+    fn i4(self, nibbles: u64) -> [__m256; 2] {
+        proven!([eight_i4(nibbles as i32), eight_i4((nibbles >> 32) as i32)])
+    }
+
+    #[inline(always)]
+    fn e2m1(self, nibbles: u64) -> [__m256; 2] {
+        proven!([eight_e2m1(nibbles as i32), eight_e2m1((nibbles >> 32) as i32)])
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn eight_bf16(bytes: &[u8; 16]) -> __m256 {
+    // SAFETY: the pointer comes from a reference to the sixteen bytes that are read; no alignment is needed.
+    let halves = unsafe { _mm_loadu_si128(bytes.as_ptr().cast()) };
+    _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves)))
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn eight_i8(bytes: i64) -> __m256 {
+    _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(bytes)))
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn eight_i4(nibbles: i32) -> __m256 {
+    // Each nibble to the top of its lane, and back with its sign.
+    let top = _mm256_sllv_epi32(_mm256_set1_epi32(nibbles), _mm256_setr_epi32(28, 24, 20, 16, 12, 8, 4, 0));
+    _mm256_cvtepi32_ps(_mm256_srai_epi32::<28>(top))
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn eight_e2m1(nibbles: i32) -> __m256 {
+    let magnitudes = _mm256_setr_ps(E2M1[0], E2M1[1], E2M1[2], E2M1[3], E2M1[4], E2M1[5], E2M1[6], E2M1[7]);
+    // The table look-up uses the lowest three bits of a lane; the fourth becomes the sign.
+    let codes = _mm256_srlv_epi32(_mm256_set1_epi32(nibbles), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
+    let sign = _mm256_slli_epi32::<31>(_mm256_srli_epi32::<3>(codes));
+    _mm256_xor_ps(_mm256_permutevar8x32_ps(magnitudes, codes), _mm256_castsi256_ps(sign))
+}
+
+/// An array as its two halves.
+#[inline(always)]
+fn halves<T, const N: usize, const HALF: usize>(array: &[T; N]) -> [&[T; HALF]; 2] {
+    const { assert!(N == 2 * HALF) }
+    let (low, high) = array.as_chunks::<HALF>().0.split_at(1);
+    [&low[0], &high[0]]
+}
+
+/// `a * 2^exponent`, in two steps, for 2^n itself may be out of range.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn scale_eight_by_power(a: __m256, exponent: __m256) -> __m256 {
+    let n = _mm256_cvtps_epi32(exponent);
+    let first = _mm256_srai_epi32::<1>(n);
+    let second = _mm256_sub_epi32(n, first);
+    _mm256_mul_ps(_mm256_mul_ps(a, eight_powers(first)), eight_powers(second))
+}
+
+/// `2^n` for -126 to 127.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn eight_powers(n: __m256i) -> __m256 {
+    _mm256_castsi256_ps(_mm256_slli_epi32::<23>(_mm256_add_epi32(n, _mm256_set1_epi32(127))))
+}
