@@ -1,0 +1,361 @@
+//! The command line: turns what was typed into what is meant. Nothing below this module knows `clap`.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use minnow_formats::io::IoBackend;
+use minnow_kernels::cpu::Isa;
+
+use crate::commands;
+use crate::config::{DecodingDefaults, Device, ListenAddress, ModelSource, ServeConfig, UsageError, VerifyPayload};
+use crate::decoder::Algorithm;
+
+/// Serves LLaDA2.x block-diffusion language models over an OpenAI-compatible API.
+#[derive(Debug, Parser)]
+#[command(name = "minnowd", version = crate::VERSION, max_term_width = 120)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Serve the model over HTTP
+    Serve(ServeArgs),
+    /// Answer one prompt
+    Generate(GenerateArgs),
+    /// Take an exam: exact match per task, tokens per forward
+    Eval(EvalArgs),
+    /// Compare this backend with the reference, layer by layer
+    Verify(VerifyArgs),
+}
+
+/// Which model, on what.
+#[derive(Debug, Args)]
+struct ModelArgs {
+    /// A .mnw file, a safetensors folder or a safetensors file; without it, the embedded demo model is used
+    #[arg(long, value_name = "PATH", env = "MINNOWD_MODEL")]
+    model: Option<PathBuf>,
+    /// What computes: auto, cpu or reference
+    #[arg(long, value_name = "DEVICE", default_value = "auto", env = "MINNOWD_DEVICE")]
+    device: Device,
+    /// How the checkpoint is read: auto, direct, buffered or mmap
+    #[arg(long, value_name = "BACKEND", default_value = "mmap", env = "MINNOWD_IO")]
+    io: IoBackend,
+    /// Threads that compute; default: one for each physical core
+    #[arg(long, value_name = "N", env = "MINNOWD_THREADS")]
+    threads: Option<usize>,
+    /// The best instruction set the CPU engine may use: scalar, avx2 or avx512
+    #[arg(long, value_name = "ISA", env = "MINNOW_ISA")]
+    isa: Option<Isa>,
+    /// Compare the digests of all tensors with the manifest while loading; auto does so for files below 1 GiB
+    #[arg(long, value_name = "WHEN", value_enum, default_value_t = PayloadArg::Auto, env = "MINNOWD_VERIFY_PAYLOAD")]
+    verify_payload: PayloadArg,
+    /// Positions a request may use, prompt and output together; default: what the model was made for, at most 32768
+    #[arg(long, value_name = "TOKENS", env = "MINNOWD_MAX_CONTEXT")]
+    max_context: Option<usize>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum PayloadArg {
+    Auto,
+    Always,
+    Never,
+}
+
+/// How blocks are refined where a request does not say.
+#[derive(Debug, Args)]
+struct DecodingArgs {
+    /// Refinement algorithm: 2.0, 2.1 or 2.2; default: the checkpoint's own
+    #[arg(long, value_name = "VERSION", env = "MINNOWD_ALGORITHM")]
+    algorithm: Option<Algorithm>,
+    /// Confidence above which a masked position is filled (0 to 1)
+    #[arg(long, value_name = "P", env = "MINNOWD_THRESHOLD")]
+    threshold: Option<f32>,
+    /// Confidence above which a filled position is rewritten (0 to 1)
+    #[arg(long, value_name = "P", env = "MINNOWD_EDITING_THRESHOLD")]
+    editing_threshold: Option<f32>,
+    /// Steps over which the masks of a block are scheduled
+    #[arg(long, value_name = "N", env = "MINNOWD_STEPS")]
+    steps: Option<usize>,
+    /// Forwards after the last mask of a block is filled
+    #[arg(long, value_name = "N", env = "MINNOWD_MAX_POST_STEPS")]
+    max_post_steps: Option<usize>,
+    /// Forwards after which a block is forced to an end
+    #[arg(long, value_name = "N", env = "MINNOWD_MAX_STEPS_PER_BLOCK")]
+    max_steps_per_block: Option<usize>,
+    /// Sampling temperature; 0 is greedy
+    #[arg(long, value_name = "T", env = "MINNOWD_TEMPERATURE")]
+    temperature: Option<f32>,
+    /// Sample among the K best tokens; 0 is all
+    #[arg(long, value_name = "K", env = "MINNOWD_TOP_K")]
+    top_k: Option<usize>,
+    /// Sample among the fewest tokens that hold this share of probability
+    #[arg(long, value_name = "P", env = "MINNOWD_TOP_P")]
+    top_p: Option<f32>,
+    /// Seed of sampling; default: a fresh one for each request
+    #[arg(long, value_name = "N", env = "MINNOWD_SEED")]
+    seed: Option<u64>,
+}
+
+#[derive(Debug, Args)]
+struct ServeArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    decoding: DecodingArgs,
+    /// Where to listen: HOST:PORT (port 0 chooses one) or unix:/path.sock; may be given several times
+    #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8080", env = "MINNOWD_LISTEN", value_delimiter = ',')]
+    listen: Vec<ListenAddress>,
+    /// The model's name in the API; default: its file or folder name
+    #[arg(long, value_name = "NAME", env = "MINNOWD_ALIAS")]
+    alias: Option<String>,
+    /// Serve requests for any model name
+    #[arg(long, env = "MINNOWD_ANY_MODEL")]
+    any_model: bool,
+    /// Refuse request fields that this server does not know
+    #[arg(long, env = "MINNOWD_STRICT_REQUESTS")]
+    strict_requests: bool,
+    /// Default output limit of a request; default: what the context leaves
+    #[arg(long, value_name = "TOKENS", env = "MINNOWD_MAX_TOKENS")]
+    max_tokens: Option<usize>,
+    /// Requests that may wait
+    #[arg(long, value_name = "N", default_value_t = 8, env = "MINNOWD_QUEUE_CAPACITY")]
+    queue_capacity: usize,
+    /// Largest request body
+    #[arg(long, value_name = "BYTES", default_value_t = 8 << 20, env = "MINNOWD_MAX_BODY_BYTES")]
+    max_body_bytes: usize,
+    /// A further Host name that loopback listeners accept
+    #[arg(long, value_name = "NAME", env = "MINNOWD_ALLOW_HOST", value_delimiter = ',')]
+    allow_host: Vec<String>,
+    /// Seconds that running requests may take after the first signal
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "MINNOWD_DRAIN_TIMEOUT")]
+    drain_timeout: u64,
+    /// Allow plain HTTP on addresses that are not loopback
+    #[arg(long, env = "MINNOWD_INSECURE_PLAINTEXT")]
+    insecure_plaintext: bool,
+    /// Allow requests without a key on addresses that are not loopback
+    #[arg(long, env = "MINNOWD_INSECURE_NO_AUTH")]
+    insecure_no_auth: bool,
+    /// Form of the log on stderr
+    #[arg(long, value_name = "FORM", value_enum, default_value_t = LogFormat::Text, env = "MINNOWD_LOG_FORMAT")]
+    log_format: LogFormat,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum LogFormat {
+    Text,
+    Json,
+}
+
+#[derive(Debug, Args)]
+struct GenerateArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    decoding: DecodingArgs,
+    /// What to answer; - reads standard input
+    prompt: String,
+    /// Output limit; default: what the context leaves
+    #[arg(long, value_name = "TOKENS")]
+    max_tokens: Option<usize>,
+    /// Continue the text as it is, without the chat template
+    #[arg(long)]
+    raw: bool,
+    /// A system message before the prompt
+    #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
+    system: Option<String>,
+    /// Print one JSON object with the text, the ids and the statistics
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+struct EvalArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    decoding: DecodingArgs,
+    /// Questions, one JSON object a line: expected, and prompt_ids, prompt or messages
+    #[arg(long, value_name = "FILE.jsonl")]
+    data: PathBuf,
+    /// Output limit of each answer
+    #[arg(long, value_name = "TOKENS", default_value_t = 128)]
+    max_tokens: usize,
+    /// Ask only every Nth question
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    every: usize,
+    /// Print one JSON object with every answer
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+struct VerifyArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    /// What to compare with
+    #[arg(long, value_name = "DEVICE", default_value = "reference")]
+    against: Device,
+    /// Text to run through both; default: a built-in one
+    #[arg(long, value_name = "TEXT")]
+    text: Option<String>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs the program with the process's arguments.
+#[must_use]
+pub fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and version go to stdout and are a success; everything else is wrong usage.
+            let code = if error.use_stderr() { 2 } else { 0 };
+            let _ = error.print();
+            return ExitCode::from(code);
+        }
+    };
+    let json_log = matches!(&cli.command, Command::Serve(args) if args.log_format == LogFormat::Json);
+    start_log(json_log, matches!(&cli.command, Command::Serve(_)));
+    match run(cli.command) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("minnowd: {error:#}");
+            ExitCode::from(if error.is::<UsageError>() { 2 } else { 1 })
+        }
+    }
+}
+
+fn run(command: Command) -> anyhow::Result<ExitCode> {
+    match command {
+        Command::Serve(args) => commands::serve::run(args.into_config()?),
+        Command::Generate(args) => {
+            let GenerateArgs { model, decoding, prompt, max_tokens, raw, system, json } = args;
+            let request = commands::generate::Request { prompt, system, raw, max_tokens, json };
+            commands::generate::run(&model.into_source()?, &decoding.into_defaults()?, request)
+        }
+        Command::Eval(args) => {
+            let EvalArgs { model, decoding, data, max_tokens, every, json } = args;
+            if every == 0 {
+                return Err(UsageError("--every must be at least 1, not 0".to_owned()).into());
+            }
+            let exam = commands::eval::Exam { data, max_tokens, every, json };
+            commands::eval::run(&model.into_source()?, &decoding.into_defaults()?, &exam)
+        }
+        Command::Verify(args) => {
+            let VerifyArgs { model, against, text, json } = args;
+            commands::verify::run(&model.into_source()?, against, text, json)
+        }
+    }
+}
+
+fn start_log(json: bool, verbose: bool) {
+    use tracing_subscriber::EnvFilter;
+    let level = if verbose { "info" } else { "warn" };
+    let filter = EnvFilter::try_from_env("MINNOWD_LOG").unwrap_or_else(|_| EnvFilter::new(level));
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false);
+    if json {
+        builder.json().init();
+    } else {
+        builder.with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr())).init();
+    }
+}
+
+impl ModelArgs {
+    fn into_source(self) -> Result<ModelSource, UsageError> {
+        if self.threads == Some(0) {
+            return Err(UsageError("--threads must be at least 1, not 0".to_owned()));
+        }
+        Ok(ModelSource {
+            path: self.model,
+            device: self.device,
+            io: self.io,
+            threads: self.threads,
+            isa: self.isa,
+            verify_payload: match self.verify_payload {
+                PayloadArg::Auto => VerifyPayload::Auto,
+                PayloadArg::Always => VerifyPayload::Always,
+                PayloadArg::Never => VerifyPayload::Never,
+            },
+            max_context: self.max_context,
+        })
+    }
+}
+
+impl DecodingArgs {
+    fn into_defaults(self) -> Result<DecodingDefaults, UsageError> {
+        let defaults = DecodingDefaults {
+            algorithm: self.algorithm,
+            threshold: self.threshold,
+            editing_threshold: self.editing_threshold,
+            steps: self.steps,
+            max_post_steps: self.max_post_steps,
+            max_steps_per_block: self.max_steps_per_block,
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: self.top_p,
+            seed: self.seed,
+        };
+        // Checked here too, so that a wrong value ends the program before a model is loaded.
+        defaults.options(self.algorithm.unwrap_or(Algorithm::V22)).map_err(|error| UsageError(error.to_string()))?;
+        Ok(defaults)
+    }
+}
+
+impl ServeArgs {
+    fn into_config(self) -> Result<ServeConfig, UsageError> {
+        for address in self.listen.iter().filter(|address| !address.is_private()) {
+            let missing = match (self.insecure_plaintext, self.insecure_no_auth) {
+                (true, true) => continue,
+                (false, true) => "--insecure-plaintext",
+                (true, false) => "--insecure-no-auth",
+                (false, false) => "--insecure-plaintext and --insecure-no-auth",
+            };
+            return Err(UsageError(format!(
+                "--listen {address} can be reached from other machines, and this version has neither TLS nor keys: \
+                 add {missing}, or listen on 127.0.0.1 or a unix socket behind a proxy"
+            )));
+        }
+        Ok(ServeConfig {
+            source: self.model.into_source()?,
+            decoding: self.decoding.into_defaults()?,
+            listen: self.listen,
+            alias: self.alias,
+            any_model: self.any_model,
+            strict_requests: self.strict_requests,
+            max_tokens: self.max_tokens,
+            queue_capacity: self.queue_capacity,
+            max_body_bytes: self.max_body_bytes,
+            allow_hosts: self.allow_host,
+            drain_timeout: std::time::Duration::from_secs(self.drain_timeout),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        use clap::CommandFactory;
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn listening_beyond_loopback_needs_both_flags() {
+        let config = |extra: &[&str]| {
+            let args = ["minnowd", "serve", "--listen", "0.0.0.0:8080"].iter().chain(extra).copied();
+            match Cli::try_parse_from(args).unwrap().command {
+                Command::Serve(args) => args.into_config(),
+                _ => unreachable!("serve was typed"),
+            }
+        };
+        assert!(config(&[]).unwrap_err().0.contains("--insecure-plaintext and --insecure-no-auth"));
+        assert!(config(&["--insecure-plaintext"]).unwrap_err().0.contains("add --insecure-no-auth,"));
+        assert!(config(&["--insecure-plaintext", "--insecure-no-auth"]).is_ok());
+    }
+}

@@ -1,0 +1,6 @@
+//! What the program does: one file, one verb.
+
+pub mod eval;
+pub mod generate;
+pub mod serve;
+pub mod verify;

@@ -1,0 +1,212 @@
+//! Settings: plain structs, complete and checked before the first thread starts.
+
+use std::fmt;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use minnow_formats::io::IoBackend;
+use minnow_kernels::cpu::Isa;
+use thiserror::Error;
+
+use crate::decoder::{Algorithm, OptionError, Options};
+
+/// What was typed does not make sense; exit code 2.
+#[derive(Debug, Error)]
+#[error("{0}")]
+pub struct UsageError(pub String);
+
+/// Which checkpoint, and what computes with it.
+#[derive(Clone, Debug)]
+pub struct ModelSource {
+    /// A `.mnw` file, a safetensors folder or file; `None` is the embedded demo model.
+    pub path: Option<PathBuf>,
+    /// What computes.
+    pub device: Device,
+    /// How the checkpoint is read.
+    pub io: IoBackend,
+    /// Threads that compute; `None` is one for each physical core.
+    pub threads: Option<usize>,
+    /// The best instruction set the CPU engine may use.
+    pub isa: Option<Isa>,
+    /// Whether payload digests are compared while loading.
+    pub verify_payload: VerifyPayload,
+    /// Positions a request may use; `None` is the model's limit, at most [`DEFAULT_CONTEXT_MAX`].
+    pub max_context: Option<usize>,
+}
+
+/// The context served by default is the model's, but never above this: K and V of 131,072 positions would take 5 GiB.
+pub const DEFAULT_CONTEXT_MAX: usize = 32_768;
+
+/// Whether payload digests are compared while loading.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VerifyPayload {
+    /// For files small enough that it costs less than a second.
+    Auto,
+    /// In any case.
+    Always,
+    /// Never.
+    Never,
+}
+
+/// What computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    /// The best there is: for now the CPU engine.
+    Auto,
+    /// The CPU engine: weights as stored.
+    Cpu,
+    /// The plain model in candle: f32, slow, the oracle of the others.
+    Reference,
+}
+
+impl FromStr for Device {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "cpu" => Ok(Self::Cpu),
+            "reference" => Ok(Self::Reference),
+            "cuda" => Err("this build has no CUDA backend yet; use cpu or reference".to_owned()),
+            _ if text.starts_with("cuda:") => {
+                Err("this build has no CUDA backend yet; use cpu or reference".to_owned())
+            }
+            _ => Err("expected auto, cpu or reference".to_owned()),
+        }
+    }
+}
+
+/// Decoding options that hold where a request does not say; `None` is the algorithm's own default.
+#[derive(Clone, Debug, Default)]
+pub struct DecodingDefaults {
+    /// `None` is the checkpoint's own algorithm.
+    pub algorithm: Option<Algorithm>,
+    /// Confidence above which a masked position is filled.
+    pub threshold: Option<f32>,
+    /// Confidence above which a filled position is rewritten.
+    pub editing_threshold: Option<f32>,
+    /// Steps over which the masks of a block are scheduled.
+    pub steps: Option<usize>,
+    /// Forwards after the last mask of a block is filled.
+    pub max_post_steps: Option<usize>,
+    /// Forwards after which a block is forced to an end.
+    pub max_steps_per_block: Option<usize>,
+    /// Sampling temperature.
+    pub temperature: Option<f32>,
+    /// Sample among this many best tokens; 0 is all.
+    pub top_k: Option<usize>,
+    /// Sample among the fewest tokens that hold this share of probability.
+    pub top_p: Option<f32>,
+    /// Seed of sampling; `None` is a fresh one for each request.
+    pub seed: Option<u64>,
+}
+
+impl DecodingDefaults {
+    /// Complete options for a checkpoint whose own algorithm is `native`.
+    pub fn options(&self, native: Algorithm) -> Result<Options, OptionError> {
+        let mut options = Options::serving(self.algorithm.unwrap_or(native));
+        macro_rules! take {
+            ($($field:ident),*) => { $(if let Some(value) = self.$field { options.$field = value.into(); })* };
+        }
+        take!(threshold, editing_threshold, steps, max_post_steps, max_steps_per_block, temperature, top_k, top_p);
+        options.check()?;
+        Ok(options)
+    }
+}
+
+/// Everything `minnowd serve` needs.
+#[derive(Clone, Debug)]
+pub struct ServeConfig {
+    /// Which model, on what.
+    pub source: ModelSource,
+    /// How blocks are refined by default.
+    pub decoding: DecodingDefaults,
+    /// Where to listen; at least one.
+    pub listen: Vec<ListenAddress>,
+    /// The model's name in the API.
+    pub alias: Option<String>,
+    /// Serve requests for any model name.
+    pub any_model: bool,
+    /// Refuse request fields that are not known.
+    pub strict_requests: bool,
+    /// Default output limit of a request.
+    pub max_tokens: Option<usize>,
+    /// Requests that may wait.
+    pub queue_capacity: usize,
+    /// Largest request body.
+    pub max_body_bytes: usize,
+    /// Further `Host` names that loopback listeners accept.
+    pub allow_hosts: Vec<String>,
+    /// How long running requests may take after the first signal.
+    pub drain_timeout: Duration,
+}
+
+/// An address to listen on.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ListenAddress {
+    /// A TCP address.
+    Tcp(SocketAddr),
+    /// A Unix socket.
+    Unix(PathBuf),
+}
+
+impl ListenAddress {
+    /// Whether only this machine can reach it.
+    #[must_use]
+    pub fn is_private(&self) -> bool {
+        match self {
+            Self::Tcp(address) => match address.ip() {
+                IpAddr::V4(ip) => ip.is_loopback(),
+                IpAddr::V6(ip) => ip.is_loopback() || ip.to_ipv4_mapped().is_some_and(|ip| ip.is_loopback()),
+            },
+            Self::Unix(_) => true,
+        }
+    }
+}
+
+impl FromStr for ListenAddress {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if let Some(path) = text.strip_prefix("unix:") {
+            return if path.is_empty() { Err("unix: needs a path".to_owned()) } else { Ok(Self::Unix(path.into())) };
+        }
+        let mut addresses = text.to_socket_addrs().map_err(|error| format!("expected HOST:PORT or unix:PATH: {error}"))?;
+        addresses.next().map(Self::Tcp).ok_or_else(|| "the host has no address".to_owned())
+    }
+}
+
+impl fmt::Display for ListenAddress {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Tcp(address) => address.fmt(f),
+            Self::Unix(path) => write!(f, "unix:{}", path.display()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_parse_and_show() {
+        for text in ["127.0.0.1:8080", "[::1]:0", "unix:/run/minnowd.sock", "0.0.0.0:80"] {
+            let address: ListenAddress = text.parse().unwrap();
+            assert_eq!(address.to_string(), text);
+            assert_eq!(address.is_private(), text != "0.0.0.0:80");
+        }
+        for text in ["", "8080", "unix:", "127.0.0.1:70000"] {
+            assert!(text.parse::<ListenAddress>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_device_that_is_not_there_is_refused() {
+        assert!("cuda:1".parse::<Device>().unwrap_err().contains("no CUDA"));
+        assert!("gpu".parse::<Device>().is_err());
+        assert_eq!("reference".parse(), Ok(Device::Reference));
+    }
+}

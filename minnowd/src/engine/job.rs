@@ -1,0 +1,212 @@
+//! What crosses the channel between HTTP and the engine: plain structs, no handles to either side.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+
+use crate::decoder::{FinishReason, Options};
+use crate::text::{Delta, OutputText};
+
+/// One request, ready to run: everything was checked before it was made.
+pub struct Job {
+    /// The whole rendered prompt; shorter than the context, free of mask and edit ids.
+    pub prompt: Vec<u32>,
+    /// Tokens to generate at most; 0 only reads the prompt.
+    pub max_new: usize,
+    /// Decoding options of this request.
+    pub options: Options,
+    /// Seed of every random choice.
+    pub seed: u64,
+    /// Ids that end the output, the id itself included.
+    pub stop_ids: Arc<[u32]>,
+    /// Turns committed ids into text and tool calls, and says when a stop string ended the output.
+    pub text: OutputText,
+    /// Whether refinement steps and prompt progress are worth an event.
+    pub wants_progress: bool,
+    /// Where events go. A closed channel means the client went away: the job ends at the next forward.
+    pub events: mpsc::Sender<Event>,
+    /// Set by anyone who wants the job to end at the next forward.
+    pub cancel: Cancel,
+}
+
+/// A flag shared by those who may cancel a job and the engine that runs it.
+#[derive(Clone, Debug, Default)]
+pub struct Cancel(Arc<AtomicBool>);
+
+impl Cancel {
+    /// Asks the job to end at its next forward.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::Release);
+    }
+
+    /// Whether someone asked.
+    #[must_use]
+    pub fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
+/// What happened to a job, in order: `Admitted`, any `Prefilled`, any `Step` and `Block`, then `Finished` or `Failed`.
+#[derive(Debug)]
+pub enum Event {
+    /// The job left the queue.
+    Admitted {
+        /// Time spent waiting.
+        queued: Duration,
+        /// Prompt tokens found in the cache.
+        cached_tokens: usize,
+    },
+    /// Part of the prompt has been read. Only with `wants_progress`; dropped when the reader is slow.
+    Prefilled {
+        /// Prompt tokens read so far, cached ones included.
+        processed: usize,
+        /// Prompt tokens in all.
+        total: usize,
+        /// Time since admission.
+        elapsed: Duration,
+    },
+    /// One refinement forward of the active block. Only with `wants_progress`; dropped when the reader is slow.
+    Step {
+        /// The block being refined.
+        block: BlockStats,
+    },
+    /// A block became final.
+    Block {
+        /// Text and calls that can be shown now.
+        deltas: Vec<Delta>,
+        /// How it was made.
+        block: BlockStats,
+        /// Committed model tokens so far.
+        completion_tokens: usize,
+        /// Those of them that are not special tokens.
+        text_tokens: usize,
+    },
+    /// The output is complete.
+    Finished(Finish),
+    /// The job could not be finished.
+    Failed(JobError),
+}
+
+/// The end of a successful job.
+#[derive(Debug)]
+pub struct Finish {
+    /// Why it ended.
+    pub reason: FinishReason,
+    /// Text that was held back until now.
+    pub deltas: Vec<Delta>,
+    /// Generated ids, cut at the limit and after the first stop id.
+    pub tokens: Vec<u32>,
+    /// What was malformed in a tool-call section, if anything; its raw text is in the content.
+    pub tool_parse_error: Option<String>,
+    /// Totals.
+    pub stats: JobStats,
+}
+
+/// One block's refinement.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct BlockStats {
+    /// Number of the block among the generated ones, from 0.
+    pub index: usize,
+    /// Its first absolute position.
+    pub offset: usize,
+    /// Generated tokens it contributed; 0 until it is final.
+    pub tokens: usize,
+    /// Forwards that refined it.
+    pub forwards: usize,
+    /// Time they took.
+    pub elapsed: Duration,
+}
+
+/// Sums over a job.
+#[derive(Clone, Debug, Default)]
+pub struct JobStats {
+    /// Prompt tokens.
+    pub prompt_tokens: usize,
+    /// Prompt tokens found in the cache.
+    pub cached_tokens: usize,
+    /// Committed model tokens, up to and including the end token, never above the limit.
+    pub completion_tokens: usize,
+    /// Completion tokens that are not special tokens.
+    pub text_tokens: usize,
+    /// Time in the queue.
+    pub queued: Duration,
+    /// Time spent reading the prompt.
+    pub prefill: Duration,
+    /// Time spent refining and committing blocks.
+    pub decode: Duration,
+    /// Refinement forwards.
+    pub denoise_forwards: usize,
+    /// Extra forwards that recomputed K/V of a final block.
+    pub commit_forwards: usize,
+    /// Blocks whose staged K/V could be kept.
+    pub reused_commits: usize,
+    /// Transformer input positions in all.
+    pub processed_tokens: usize,
+    /// Tokens rewritten after they were first written.
+    pub token_edits: usize,
+    /// DELETE edits applied.
+    pub deletes: usize,
+    /// SPLIT edits applied.
+    pub splits: usize,
+    /// Per block, in order.
+    pub blocks: Vec<BlockStats>,
+}
+
+/// Why a job failed after it was accepted.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum JobError {
+    /// Someone set [`Cancel`], or the receiver is gone.
+    #[error("the request was cancelled")]
+    Cancelled,
+    /// The prompt or the options cannot be used; whoever made the job should have checked them.
+    #[error("{0}")]
+    Invalid(String),
+    /// A block did not settle within `max_steps_per_block` and `on_limit` is `error`.
+    #[error("block at position {offset} has {masks} masks after {steps} steps")]
+    NotConverged {
+        /// First position of the block.
+        offset: usize,
+        /// Masks left.
+        masks: usize,
+        /// Steps taken.
+        steps: usize,
+    },
+    /// The cache has no room for the next block.
+    #[error("the cache has {free} free pages, {needed} are needed")]
+    Capacity {
+        /// Pages needed.
+        needed: usize,
+        /// Pages free.
+        free: usize,
+    },
+    /// The model could not run; the engine ends.
+    #[error("the model failed: {0}")]
+    Model(String),
+    /// The engine is shutting down.
+    #[error("the server is shutting down")]
+    Draining,
+}
+
+/// Why a job was not accepted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SubmitError {
+    /// The queue is full.
+    #[error("{queued} requests are already waiting, the limit is {capacity}")]
+    QueueFull {
+        /// Jobs waiting.
+        queued: usize,
+        /// The limit.
+        capacity: usize,
+    },
+    /// The model is still being loaded.
+    #[error("Loading model")]
+    Loading,
+    /// The engine is shutting down.
+    #[error("the server is shutting down")]
+    Draining,
+    /// The engine has stopped after a failure.
+    #[error("the inference worker has stopped")]
+    WorkerFailed,
+}

@@ -1,0 +1,194 @@
+//! The HTTP side: routes, request parsing, answers and event streams. Tokio stops here.
+//!
+//! A request is read once, strictly, into plain structs ([`openai`]), becomes a job for the engine ([`running`]), and
+//! its events become one JSON object ([`answer`]) or an event stream ([`stream`]). `docs/openai-api.md` lists routes,
+//! fields and errors.
+//!
+//! Always holds: every answer has an `x-request-id`; every refusal is a JSON error object; a client that goes away
+//! cancels its job, because whatever waits for a job sets its `Cancel` when dropped.
+
+mod answer;
+mod body;
+mod connection;
+mod error;
+mod fields;
+mod gate;
+mod ids;
+mod llama;
+mod models;
+mod openai;
+mod running;
+mod serve;
+mod slots;
+mod stream;
+
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use axum::Router;
+use axum::extract::Request;
+use axum::middleware;
+use axum::routing::{any, get, post};
+use tokio::sync::watch;
+
+use self::error::{ApiError, Code};
+use self::slots::Slots;
+use crate::engine::EngineHandle;
+use crate::session::Session;
+
+pub use self::serve::{Listener, Shutdown, serve};
+
+/// How the server treats requests.
+#[derive(Clone, Debug)]
+pub struct HttpOptions {
+    /// Largest request body.
+    pub max_body_bytes: usize,
+    /// Serve requests for any model name.
+    pub any_model: bool,
+    /// Refuse request fields that are not known.
+    pub strict_requests: bool,
+    /// Further `Host` names that loopback listeners accept.
+    pub allow_hosts: Vec<String>,
+}
+
+/// What every handler sees. Cheap to clone.
+#[derive(Clone)]
+pub struct App {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    engine: EngineHandle,
+    options: HttpOptions,
+    session: OnceLock<Arc<Session>>,
+    slots: Slots,
+    started: Instant,
+    shutdown: Shutdown,
+    cancelled: watch::Sender<bool>,
+}
+
+impl App {
+    /// An application whose model is still to come: until [`ready`](Self::ready) it answers 503.
+    #[must_use]
+    pub fn new(engine: EngineHandle, options: HttpOptions) -> Self {
+        let shared = Shared {
+            engine,
+            options,
+            session: OnceLock::new(),
+            slots: Slots::default(),
+            started: Instant::now(),
+            shutdown: Shutdown::default(),
+            cancelled: watch::Sender::new(false),
+        };
+        Self { shared: Arc::new(shared) }
+    }
+
+    /// Hands the loaded model over. Only the first call counts.
+    pub fn ready(&self, session: Arc<Session>) {
+        let _ = self.shared.session.set(session);
+    }
+
+    /// The end of serving.
+    #[must_use]
+    pub fn shutdown(&self) -> Shutdown {
+        self.shared.shutdown.clone()
+    }
+
+    /// Cancels every running job; its client gets the error `draining`.
+    pub fn cancel_all(&self) {
+        self.shared.cancelled.send_replace(true);
+    }
+
+    fn engine(&self) -> &EngineHandle {
+        &self.shared.engine
+    }
+
+    fn options(&self) -> &HttpOptions {
+        &self.shared.options
+    }
+
+    fn slots(&self) -> &Slots {
+        &self.shared.slots
+    }
+
+    fn session(&self) -> Result<&Arc<Session>, ApiError> {
+        self.shared.session.get().ok_or_else(|| ApiError::new(Code::ModelLoading, "Loading model"))
+    }
+
+    fn uptime(&self) -> Duration {
+        self.shared.started.elapsed()
+    }
+
+    fn cancelled(&self) -> watch::Receiver<bool> {
+        self.shared.cancelled.subscribe()
+    }
+}
+
+/// Every route. `HEAD` works where `GET` does.
+fn router(app: App) -> Router {
+    let mut router = Router::new()
+        .route("/health", get(models::health))
+        .route("/v1/health", get(models::health))
+        .route("/livez", get(models::livez))
+        .route("/v1/models", get(models::list))
+        .route("/models", get(models::list))
+        .route("/v1/models/{*id}", get(models::one))
+        .route("/v1/chat/completions", post(openai::chat::complete))
+        .route("/chat/completions", post(openai::chat::complete))
+        .route("/v1/chat/completions/input_tokens", post(openai::chat::count))
+        .route("/chat/completions/input_tokens", post(openai::chat::count))
+        .route("/v1/chat/completions/control", post(llama::control))
+        .route("/v1/completions", post(openai::completions::complete))
+        .route("/completions", post(openai::completions::complete))
+        .route("/tokenize", post(llama::tokenize))
+        .route("/detokenize", post(llama::detokenize))
+        .route("/apply-template", post(llama::apply_template))
+        .route("/props", get(llama::props).post(not_supported))
+        .route("/slots", get(llama::slots))
+        .route("/metrics", get(not_supported))
+        .route("/slots/{id}", any(not_supported))
+        .route("/tools", get(disabled).post(disabled))
+        .route("/cors-proxy", get(disabled).post(disabled));
+    for path in NOT_SUPPORTED {
+        router = router.route(path, any(not_supported));
+    }
+    router
+        .method_not_allowed_fallback(method_not_allowed)
+        .fallback(not_found)
+        .layer(middleware::from_fn_with_state(app.clone(), gate::pass))
+        .with_state(app)
+}
+
+/// Routes of other servers for which this one has no model: 501, whatever the method.
+const NOT_SUPPORTED: [&str; 12] = [
+    "/completion",
+    "/infill",
+    "/embeddings",
+    "/embedding",
+    "/v1/embeddings",
+    "/rerank",
+    "/reranking",
+    "/v1/rerank",
+    "/v1/reranking",
+    "/v1/audio/{*rest}",
+    "/lora-adapters",
+    "/v1/systemone",
+];
+
+async fn not_supported(request: Request) -> ApiError {
+    let path = request.uri().path();
+    ApiError::new(Code::NotSupported, format!("{} {path} is not supported by this server", request.method()))
+}
+
+async fn disabled() -> ApiError {
+    ApiError::new(Code::FeatureDisabled, "this feature is not offered: the server runs no tools and fetches no pages")
+}
+
+async fn method_not_allowed(request: Request) -> ApiError {
+    let path = request.uri().path();
+    ApiError::new(Code::MethodNotAllowed, format!("{} is not allowed for {path}", request.method()))
+}
+
+async fn not_found(request: Request) -> ApiError {
+    ApiError::new(Code::NotFound, format!("there is no route {} {}", request.method(), request.uri().path()))
+}

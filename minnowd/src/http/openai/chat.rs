@@ -1,0 +1,142 @@
+//! `POST /v1/chat/completions`
+
+use axum::Json;
+use axum::extract::{Request, State};
+use axum::response::Response;
+use serde_json::{Map, Value, json};
+
+use super::{Conversation, Draft, Prepared, Settings, Tools, check_rest, prepare, respond};
+use crate::http::App;
+use crate::http::answer::Shape;
+use crate::http::error::{ApiError, Code};
+use crate::http::fields::{Fields, wrong_value};
+use crate::session::Session;
+use crate::text::{ChatInput, Dialect, EncodeError, OutputText, Rendered, TemplateError, ToolParsing};
+
+/// Answers a conversation.
+pub(crate) async fn complete(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
+    let prepared = prepare(&app, request, prepare_chat).await?;
+    respond(&app, prepared).await
+}
+
+/// Counts the tokens of a conversation's prompt; the same body and the same checks, but nothing is run.
+pub(crate) async fn count(State(app): State<App>, request: Request) -> Result<Json<Value>, ApiError> {
+    let prepared = prepare(&app, request, prepare_chat).await?;
+    let tokens = prepared.heading.prompt_tokens;
+    Ok(Json(json!({ "object": "response.input_tokens", "input_tokens": tokens })))
+}
+
+/// A chat request, fields checked.
+#[derive(Debug)]
+struct ChatRequest {
+    model: Option<String>,
+    conversation: Conversation,
+    tools: Tools,
+    template_arguments: Option<Map<String, Value>>,
+    settings: Settings,
+    ignored: Vec<String>,
+}
+
+impl ChatRequest {
+    fn read(mut fields: Fields, session: &Session) -> Result<Self, ApiError> {
+        let model = fields.text("model")?;
+        let mut conversation = Conversation::read(&mut fields)?;
+        let tools = Tools::read(&mut fields)?;
+        let template_arguments = fields.map("chat_template_kwargs")?;
+        check_response_format(&mut fields)?;
+        if fields.boolean("logprobs")? == Some(true) {
+            let message = "logprobs is not supported: a denoising model has no left-to-right probabilities";
+            return Err(ApiError::new(Code::UnsupportedParameter, message).at("logprobs"));
+        }
+        if fields.boolean("continue_final_message")? == Some(true) {
+            let message = "continue_final_message is not supported: a new assistant turn always begins";
+            return Err(ApiError::new(Code::UnsupportedParameter, message).at("continue_final_message"));
+        }
+        if fields.boolean("add_generation_prompt")? == Some(false) {
+            let message = "add_generation_prompt can only be true here; /apply-template renders without it";
+            return Err(ApiError::new(Code::UnsupportedValue, message).at("add_generation_prompt"));
+        }
+        let settings = Settings::read(&mut fields, &session.default_options)?;
+        let mut ignored = fields.rest();
+        ignored.append(&mut conversation.ignored);
+        Ok(Self { model, conversation, tools, template_arguments, settings, ignored })
+    }
+}
+
+fn prepare_chat(app: &App, session: &Session, fields: Fields, request_id: String) -> Result<Prepared, ApiError> {
+    let ChatRequest { model, conversation, tools, template_arguments, settings, ignored } =
+        ChatRequest::read(fields, session)?;
+    check_rest(app, session, &ignored, model.as_deref())?;
+    let opening = call_opening(session, &tools, conversation.calls)?;
+    let mut text = OutputText::plain(&session.tokenizer, &settings.stops).ending_at(&session.stop_ids());
+    if let Some(dialect) = session.template.dialect() {
+        text = text.with_tools(ToolParsing {
+            dialect,
+            declared: Some(tools.names().map(str::to_owned).collect()),
+            calls_max: tools.calls_max(),
+        });
+    }
+    let must_call = tools.must_call();
+    let input = ChatInput {
+        messages: conversation.messages,
+        tools: tools.definitions,
+        kwargs: template_arguments.unwrap_or_default(),
+        add_generation_prompt: true,
+    };
+    let mut rendered = render(session, input)?;
+    let mut opened = Vec::new();
+    if let Some(opening) = opening {
+        rendered.push_control(&opening);
+        // The model goes on after the opening; whoever reads its output must have seen it.
+        opened = text.begin_with(&session.tokenizer.encode(&opening).map_err(cannot_encode)?);
+    }
+    let prompt = session.tokenizer.encode_pieces(&rendered).map_err(cannot_encode)?;
+    Draft { shape: Shape::Chat, prompt, text, opened, settings, ignored, must_call }.settle(session, request_id)
+}
+
+/// What a demanded call begins with, in the model's own form: as much as is certain. `calls_before` is the number of
+/// calls in the conversation, which LLaDA2.2 counts on.
+fn call_opening(session: &Session, tools: &Tools, calls_before: usize) -> Result<Option<String>, ApiError> {
+    let Some(dialect) = session.template.dialect() else {
+        if tools.definitions.is_empty() {
+            return Ok(None);
+        }
+        let message = "tools are not supported: this model's chat template knows none";
+        return Err(ApiError::new(Code::UnsupportedParameter, message).at("tools"));
+    };
+    if !tools.must_call() {
+        return Ok(None);
+    }
+    Ok(Some(match (dialect, tools.only()) {
+        (Dialect::Sections, None) => "<|tool_calls_section_begin|><|tool_call_begin|>functions.".to_owned(),
+        (Dialect::Sections, Some(name)) => format!(
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:{calls_before}<|tool_call_argument_begin|>"
+        ),
+        (Dialect::Tagged, None) => "<tool_call>\n{\"name\": \"".to_owned(),
+        (Dialect::Tagged, Some(name)) => format!("<tool_call>\n{{\"name\": \"{name}\", \"arguments\": "),
+    }))
+}
+
+/// Renders a conversation with the checkpoint's template.
+pub(crate) fn render(session: &Session, input: ChatInput) -> Result<Rendered, ApiError> {
+    let refused = |error: TemplateError| ApiError::new(Code::InvalidValue, error.to_string()).at("messages");
+    session.template.render(&input).map_err(refused)
+}
+
+fn cannot_encode(error: EncodeError) -> ApiError {
+    ApiError::new(Code::InvalidValue, error.to_string()).at("messages")
+}
+
+/// Only text for now. The other forms are recognised, so that none of them is accepted and then not enforced.
+fn check_response_format(fields: &mut Fields) -> Result<(), ApiError> {
+    let Some(mut format) = fields.object("response_format")? else { return Ok(()) };
+    let kind = format.required("type")?;
+    match kind.as_str() {
+        Some("text") => Ok(()),
+        Some(kind @ ("json_object" | "json_schema")) => {
+            let message = format!("response_format \"{kind}\" comes with a later version; only \"text\" is served");
+            Err(ApiError::new(Code::UnsupportedValue, message).at("response_format.type"))
+        }
+        _ => Err(wrong_value("response_format.type", &kind, "must be \"text\"")),
+    }
+}

@@ -1,0 +1,249 @@
+//! The conversation of a chat request, checked and brought into the form that templates read.
+//!
+//! A message becomes `{role, content, reasoning_content?, tool_calls?, tool_call_id?}`: `developer` is `system`, content
+//! is one string, names are dropped (a template would put them in place of the role), and tool results are known to
+//! answer a call that has no result yet.
+
+use std::collections::HashMap;
+
+use serde_json::{Map, Value, json};
+
+use crate::http::error::{ApiError, Code};
+use crate::http::fields::{Fields, as_list, as_text, wrong_type, wrong_value};
+
+/// Messages of a request, and parts or calls of a message.
+const MESSAGES_MAX: usize = 8192;
+const PARTS_MAX: usize = 1024;
+
+/// A checked conversation.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Conversation {
+    /// One object for each message, as templates read it; never empty.
+    pub messages: Vec<Value>,
+    /// Calls that earlier assistant messages made.
+    pub calls: usize,
+    /// Members that had no effect.
+    pub ignored: Vec<String>,
+}
+
+impl Conversation {
+    /// Takes `messages` out.
+    pub(crate) fn read(fields: &mut Fields) -> Result<Self, ApiError> {
+        let messages = as_list("messages", fields.required("messages")?)?;
+        if messages.is_empty() || messages.len() > MESSAGES_MAX {
+            let message = format!("messages has {} entries, it must have 1 to {MESSAGES_MAX}", messages.len());
+            return Err(ApiError::new(Code::InvalidValue, message).at("messages"));
+        }
+        let mut conversation = Self::default();
+        let mut open_calls = HashMap::new();
+        for (index, message) in messages.into_iter().enumerate() {
+            let fields = Fields::nested(format!("messages[{index}]"), message)?;
+            conversation.add(fields, &mut open_calls)?;
+        }
+        Ok(conversation)
+    }
+
+    /// `open_calls`: ids of calls without a result, and how many calls have that id.
+    fn add(&mut self, mut fields: Fields, open_calls: &mut HashMap<String, usize>) -> Result<(), ApiError> {
+        let role = as_text(&fields.path("role"), fields.required("role")?)?;
+        let role = match role.as_str() {
+            "developer" => "system",
+            "system" | "user" | "assistant" | "tool" => role.as_str(),
+            _ => {
+                let expected = "must be system, developer, user, assistant or tool";
+                return Err(wrong_value(&fields.path("role"), &json!(role), expected));
+            }
+        };
+        let calls = if role == "assistant" { self.read_calls(&mut fields)? } else { Vec::new() };
+        let content = read_content(&mut fields, &mut self.ignored)?;
+        let mut message = Map::new();
+        message.insert("role".to_owned(), json!(role));
+        match content {
+            Some(text) => message.insert("content".to_owned(), json!(text)),
+            None if !calls.is_empty() => message.insert("content".to_owned(), json!("")),
+            None => {
+                let path = fields.path("content");
+                return Err(ApiError::new(Code::MissingParameter, format!("{path} is required")).at(path));
+            }
+        };
+        if role == "assistant" {
+            if let Some(reasoning) = fields.text("reasoning_content")? {
+                message.insert("reasoning_content".to_owned(), json!(reasoning));
+            }
+            for name in ["audio", "function_call"] {
+                if fields.take(name).is_some() {
+                    let path = fields.path(name);
+                    return Err(ApiError::new(Code::UnsupportedContent, format!("{path} is not supported")).at(path));
+                }
+            }
+        }
+        if role == "tool" {
+            let path = fields.path("tool_call_id");
+            let id = as_text(&path, fields.required("tool_call_id")?)?;
+            match open_calls.get_mut(&id) {
+                Some(open) if *open > 0 => *open -= 1,
+                _ => {
+                    let message = format!("{path} names no earlier call that is without a result");
+                    return Err(ApiError::new(Code::InvalidToolHistory, message).at(path));
+                }
+            }
+            message.insert("tool_call_id".to_owned(), json!(id));
+        }
+        if !calls.is_empty() {
+            for id in calls.iter().filter_map(|call| call["id"].as_str()) {
+                *open_calls.entry(id.to_owned()).or_insert(0) += 1;
+            }
+            self.calls += calls.len();
+            message.insert("tool_calls".to_owned(), json!(calls));
+        }
+        for name in ["name", "refusal", "annotations", "reasoning_content", "timestamp", "tool_calls", "audio"] {
+            fields.take(name);
+        }
+        self.ignored.extend(fields.rest());
+        self.messages.push(Value::Object(message));
+        Ok(())
+    }
+
+    fn read_calls(&mut self, fields: &mut Fields) -> Result<Vec<Value>, ApiError> {
+        let path = fields.path("tool_calls");
+        let calls = fields.list("tool_calls")?.unwrap_or_default();
+        check_count(&path, calls.len())?;
+        let calls = calls.into_iter().enumerate().map(|(index, call)| {
+            let mut fields = Fields::nested(format!("{path}[{index}]"), call)?;
+            let id = as_text(&fields.path("id"), fields.required("id")?)?;
+            if let Some(kind) = fields.text("type")?.filter(|kind| kind != "function") {
+                return Err(wrong_value(&fields.path("type"), &json!(kind), "must be \"function\""));
+            }
+            let mut function = Fields::nested(fields.path("function"), fields.required("function")?)?;
+            let name = as_text(&function.path("name"), function.required("name")?)?;
+            let arguments = as_text(&function.path("arguments"), function.required("arguments")?)?;
+            // The index of streamed calls, which some clients send back.
+            fields.take("index");
+            self.ignored.extend(fields.rest());
+            self.ignored.extend(function.rest());
+            Ok(json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}))
+        });
+        calls.collect()
+    }
+}
+
+/// The text of a message: a string, or parts joined without a separator.
+fn read_content(fields: &mut Fields, ignored: &mut Vec<String>) -> Result<Option<String>, ApiError> {
+    let path = fields.path("content");
+    let parts = match fields.take("content") {
+        None => return Ok(None),
+        Some(Value::String(text)) => return Ok(Some(text)),
+        Some(Value::Array(parts)) => parts,
+        Some(other) => return Err(wrong_type(&path, "a string or a list of parts", &other)),
+    };
+    check_count(&path, parts.len())?;
+    let mut text = String::new();
+    for (index, part) in parts.into_iter().enumerate() {
+        let mut part = Fields::nested(format!("{path}[{index}]"), part)?;
+        let kind = as_text(&part.path("type"), part.required("type")?)?;
+        if !matches!(kind.as_str(), "text" | "input_text" | "output_text") {
+            let kind: String = kind.chars().take(40).collect();
+            let message = format!("{} is \"{kind}\", but this model reads text only", part.path("type"));
+            return Err(ApiError::new(Code::UnsupportedContent, message).at(part.path("type")));
+        }
+        text.push_str(&as_text(&part.path("text"), part.required("text")?)?);
+        for name in ["annotations", "logprobs"] {
+            part.take(name);
+        }
+        ignored.extend(part.rest());
+    }
+    Ok(Some(text))
+}
+
+fn check_count(path: &str, count: usize) -> Result<(), ApiError> {
+    if count <= PARTS_MAX {
+        return Ok(());
+    }
+    Err(ApiError::new(Code::InvalidValue, format!("{path} has {count} entries, at most {PARTS_MAX} are allowed"))
+        .at(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(messages: Value) -> Result<Conversation, ApiError> {
+        Conversation::read(&mut Fields::new(Map::from_iter([("messages".to_owned(), messages)])))
+    }
+
+    fn calling(ids: &[&str]) -> Value {
+        let call =
+            |id: &&str| json!({"id": id, "type": "function", "function": {"name": "f", "arguments": "not json"}});
+        json!({"role": "assistant", "content": null, "tool_calls": ids.iter().map(call).collect::<Vec<_>>()})
+    }
+
+    fn result(id: &str) -> Value {
+        json!({"role": "tool", "tool_call_id": id, "content": "r"})
+    }
+
+    #[test]
+    fn every_legal_role_and_content_is_taken() {
+        let conversation = read(json!([
+            {"role": "developer", "content": "d"},
+            {"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "input_text", "text": "b"}], "name": "ann"},
+            {"role": "assistant", "content": "", "refusal": null, "reasoning_content": "r"},
+            {"role": "system", "content": "later"},
+            {"role": "user", "content": "", "timestamp": 5, "frob": 1},
+        ]))
+        .unwrap();
+        assert_eq!(conversation.messages[0], json!({"role": "system", "content": "d"}));
+        assert_eq!(conversation.messages[1], json!({"role": "user", "content": "a b"}));
+        assert_eq!(conversation.messages[2], json!({"role": "assistant", "content": "", "reasoning_content": "r"}));
+        assert_eq!(conversation.ignored, ["messages[4].frob"]);
+    }
+
+    #[test]
+    fn results_answer_calls_in_any_order_and_once() {
+        let conversation =
+            read(json!([calling(&["a", "b"]), result("b"), result("a"), calling(&["a"]), result("a")])).unwrap();
+        assert_eq!(conversation.calls, 3);
+        assert_eq!(conversation.messages[0]["content"], "");
+        assert!(read(json!([calling(&["a", "b"]), result("b")])).is_ok(), "a result may be missing");
+        let absent = json!({"role": "assistant", "tool_calls": calling(&["a"])["tool_calls"]});
+        assert!(read(json!([absent])).is_ok());
+        for (history, param) in [
+            (json!([result("a")]), "messages[0].tool_call_id"),
+            (json!([calling(&["a"]), result("a"), result("a")]), "messages[2].tool_call_id"),
+            (json!([result("a"), calling(&["a"])]), "messages[0].tool_call_id"),
+        ] {
+            let error = read(history).unwrap_err();
+            assert_eq!((error.code(), &error.body()["error"]["param"]), (Code::InvalidToolHistory, &json!(param)));
+        }
+    }
+
+    #[test]
+    fn wrong_messages_are_named() {
+        for (messages, param) in [
+            (json!(null), "messages"),
+            (json!([]), "messages"),
+            (json!("hi"), "messages"),
+            (json!([1]), "messages[0]"),
+            (json!([{"content": "x"}]), "messages[0].role"),
+            (json!([{"role": "wizard", "content": "x"}]), "messages[0].role"),
+            (json!([{"role": 5, "content": "x"}]), "messages[0].role"),
+            (json!([{"role": "user"}]), "messages[0].content"),
+            (json!([{"role": "user", "content": null}]), "messages[0].content"),
+            (json!([{"role": "assistant", "content": null}]), "messages[0].content"),
+            (json!([{"role": "user", "content": 5}]), "messages[0].content"),
+            (json!([{"role": "user", "content": ["x"]}]), "messages[0].content[0]"),
+            (json!([{"role": "user", "content": [{"type": "text"}]}]), "messages[0].content[0].text"),
+            (json!([{"role": "user", "content": [{"type": "image_url"}]}]), "messages[0].content[0].type"),
+            (json!([{"role": "tool", "content": "x"}]), "messages[0].tool_call_id"),
+            (json!([{"role": "assistant", "tool_calls": [{"id": "a"}]}]), "messages[0].tool_calls[0].function"),
+            (
+                json!([{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]}]),
+                "messages[0].tool_calls[0].function.arguments",
+            ),
+            (json!(vec![json!({"role": "user", "content": "x"}); 8193]), "messages"),
+        ] {
+            let error = read(messages).unwrap_err();
+            assert_eq!(error.body()["error"]["param"], param);
+            assert_eq!(error.status(), 400);
+        }
+    }
+}

@@ -1,0 +1,193 @@
+//! The two generating routes of the OpenAI API: what each reads, and the way from there to an answer.
+//!
+//! Checks come in this order: JSON, fields, model name, template, tokens and context; then the queue. All are done before
+//! the first byte of an answer, so a bad streaming request gets a plain error. Reading and tokenizing run on blocking
+//! threads: a long prompt must not hold up other connections.
+
+pub(crate) mod chat;
+pub(crate) mod completions;
+mod messages;
+mod settings;
+mod tools;
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use axum::Json;
+use axum::extract::Request;
+use axum::response::{IntoResponse, Response};
+use tracing::error;
+
+use super::answer::{self, Heading, Shape};
+use super::error::{ApiError, Code};
+use super::fields::Fields;
+use super::gate::RequestId;
+use super::running::Running;
+use super::{App, body, ids, models, stream};
+use crate::decoder::Options;
+use crate::session::Session;
+use crate::text::{Delta, OutputText};
+
+pub(crate) use self::messages::Conversation;
+pub(crate) use self::settings::{Extras, Limit, Settings, describe};
+pub(crate) use self::tools::Tools;
+
+/// A checked request, ready to be submitted.
+pub(crate) struct Prepared {
+    /// What the engine is to do.
+    pub order: Order,
+    /// What the answer begins with.
+    pub heading: Heading,
+    /// For a stream, what it shows besides text.
+    pub stream: Option<Extras>,
+}
+
+/// What the engine is to do.
+pub(crate) struct Order {
+    /// Token ids of the whole prompt.
+    pub prompt: Vec<u32>,
+    /// Output limit.
+    pub max_new: usize,
+    /// Decoding options.
+    pub options: Options,
+    /// Seed of every random choice.
+    pub seed: u64,
+    /// Ids that end the output.
+    pub stop_ids: Arc<[u32]>,
+    /// Turns ids into text and calls.
+    pub text: OutputText,
+    /// Whether refinement events are wanted.
+    pub wants_progress: bool,
+    /// The settings, as `/slots` shows them.
+    pub settings: serde_json::Value,
+    /// For the log.
+    pub request_id: String,
+}
+
+/// What a route found out about its request, before limits and seeds are settled.
+struct Draft {
+    shape: Shape,
+    prompt: Vec<u32>,
+    text: OutputText,
+    /// What `text` has given out already: the beginning of a demanded call.
+    opened: Vec<Delta>,
+    settings: Settings,
+    ignored: Vec<String>,
+    must_call: bool,
+}
+
+/// Entries of `minnow.ignored_fields` at most.
+const IGNORED_MAX: usize = 100;
+
+impl Draft {
+    /// Settles limit and seed.
+    fn settle(self, session: &Session, request_id: String) -> Result<Prepared, ApiError> {
+        let Self { shape, prompt, text, opened, settings, mut ignored, must_call } = self;
+        check_prompt(session, shape, &prompt)?;
+        let room = room_after(session, prompt.len())?;
+        let max_new = match (settings.limit, session.default_max_tokens) {
+            (Some(Limit::Tokens(tokens)), _) | (None, Some(tokens)) => tokens.min(room),
+            (Some(Limit::Room), _) | (None, None) => room,
+        };
+        let seed = settings.seed.or(session.default_seed).unwrap_or_else(ids::fresh_seed);
+        let described = describe(&settings.options, Some(seed), Some(max_new));
+        ignored.truncate(IGNORED_MAX);
+        let heading = Heading {
+            shape,
+            id: ids::random(match shape {
+                Shape::Chat => "chatcmpl-",
+                Shape::Text => "cmpl-",
+            }),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs()),
+            model: session.model_id.clone(),
+            fingerprint: session.fingerprint.clone(),
+            settings: described.clone(),
+            ignored_fields: ignored,
+            must_call,
+            opened,
+            prompt_tokens: prompt.len(),
+        };
+        let order = Order {
+            prompt,
+            max_new,
+            options: settings.options,
+            seed,
+            stop_ids: session.stop_ids(),
+            text,
+            wants_progress: settings.wants_progress(),
+            settings: described,
+            request_id,
+        };
+        Ok(Prepared { order, heading, stream: settings.stream.then_some(settings.extras) })
+    }
+}
+
+/// The decoder's own tokens cannot be part of a prompt.
+fn check_prompt(session: &Session, shape: Shape, prompt: &[u32]) -> Result<(), ApiError> {
+    let special = session.special.decoder_ids();
+    let param = match shape {
+        Shape::Chat => "messages",
+        Shape::Text => "prompt",
+    };
+    match prompt.iter().enumerate().find_map(|(index, &id)| Some((index, id, special.name(id)?))) {
+        None => Ok(()),
+        Some((index, id, name)) => {
+            let message = format!("token {index} of the prompt is {id}, the decoder's own {name} token");
+            Err(ApiError::new(Code::InvalidValue, message).at(param))
+        }
+    }
+}
+
+/// Tokens that may follow a prompt of this length: at least one.
+fn room_after(session: &Session, prompt_tokens: usize) -> Result<usize, ApiError> {
+    let context = session.context;
+    match context.checked_sub(prompt_tokens) {
+        Some(room) if room > 0 => Ok(room),
+        _ => {
+            let message = format!(
+                "This model's maximum context length is {context} tokens. However, your prompt has {prompt_tokens} \
+                 tokens, which leaves no room for an answer."
+            );
+            let error = ApiError::new(Code::ContextLength, message);
+            Err(error.with("n_prompt_tokens", prompt_tokens).with("n_ctx", context))
+        }
+    }
+}
+
+/// Reads a request's body and prepares it on a blocking thread.
+pub(crate) async fn prepare<T: Send + 'static>(
+    app: &App,
+    request: Request,
+    prepare: impl FnOnce(&App, &Session, Fields, String) -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    let (parts, body) = request.into_parts();
+    let fields = body::read_object(&parts.headers, body, app.options().max_body_bytes).await?;
+    let request_id = parts.extensions.get::<RequestId>().map_or_else(String::new, |id| id.as_str().to_owned());
+    let app = app.clone();
+    let prepared = tokio::task::spawn_blocking(move || {
+        let session = Arc::clone(app.session()?);
+        prepare(&app, &session, fields, request_id)
+    });
+    prepared.await.unwrap_or_else(|failure| {
+        error!(%failure, "preparing a request panicked");
+        Err(ApiError::internal())
+    })
+}
+
+/// Runs a prepared request and answers it.
+async fn respond(app: &App, prepared: Prepared) -> Result<Response, ApiError> {
+    let Prepared { order, heading, stream } = prepared;
+    let running = Running::start(app, order).await?;
+    match stream {
+        None => Ok(Json(answer::plain(running, &heading).await?).into_response()),
+        Some(extras) => Ok(stream::response(running, heading, extras)),
+    }
+}
+
+/// The checks after all fields were read: nothing unknown if that is refused, and the right model.
+fn check_rest(app: &App, session: &Session, ignored: &[String], model: Option<&str>) -> Result<(), ApiError> {
+    if let (true, Some(path)) = (app.options().strict_requests, ignored.first()) {
+        return Err(ApiError::new(Code::UnknownParameter, format!("{path} is not known")).at(path));
+    }
+    models::check_name(app, session, model)
+}

@@ -1,0 +1,409 @@
+//! The fields that every generating route shares: limits, sampling, diffusion, streaming, and those that are accepted
+//! without effect. The table is `docs/openai-api.md`, section "Fields".
+
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::decoder::Options;
+use crate::http::error::{ApiError, Code};
+use crate::http::fields::{Fields, as_text, wrong_type, wrong_value};
+
+/// Stop strings of a request, and bytes of each.
+const STOPS_MAX: usize = 16;
+const STOP_BYTES_MAX: usize = 1024;
+/// Most steps that any option may ask for; the decoder's own bound.
+const STEPS_MAX: i64 = 100_000;
+/// Seconds between pings of a silent stream, unless the request says otherwise.
+const PING_SECONDS: i64 = 30;
+
+/// Known fields of other servers that change nothing here.
+const WITHOUT_EFFECT: [&str; 27] = [
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "reasoning_effort",
+    "verbosity",
+    "reasoning_format",
+    "reasoning_control",
+    "thinking_budget_tokens",
+    "reasoning_budget_tokens",
+    "samplers",
+    "backend_sampling",
+    "repeat_last_n",
+    "dynatemp_exponent",
+    "xtc_threshold",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "dry_sequence_breakers",
+    "mirostat_tau",
+    "mirostat_eta",
+    "min_keep",
+    "n_keep",
+    "id_slot",
+];
+
+/// Values under which a field that is not supported asks for nothing.
+enum Neutral {
+    Number(f64),
+    NotAbove(f64),
+    Empty,
+    False,
+    Null,
+}
+
+/// Fields that are fine as long as they ask for nothing.
+const NEUTRAL: [(&str, Neutral); 24] = [
+    ("frequency_penalty", Neutral::Number(0.0)),
+    ("presence_penalty", Neutral::Number(0.0)),
+    ("repeat_penalty", Neutral::Number(1.0)),
+    ("min_p", Neutral::Number(0.0)),
+    ("typ_p", Neutral::Number(1.0)),
+    ("typical_p", Neutral::Number(1.0)),
+    ("dynatemp_range", Neutral::Number(0.0)),
+    ("xtc_probability", Neutral::Number(0.0)),
+    ("dry_multiplier", Neutral::Number(0.0)),
+    ("mirostat", Neutral::Number(0.0)),
+    ("top_n_sigma", Neutral::NotAbove(0.0)),
+    ("logit_bias", Neutral::Empty),
+    ("grammar", Neutral::Empty),
+    ("json_schema", Neutral::Null),
+    ("lora", Neutral::Empty),
+    ("echo", Neutral::False),
+    ("ignore_eos", Neutral::False),
+    ("functions", Neutral::Null),
+    ("function_call", Neutral::Null),
+    ("audio", Neutral::Null),
+    ("prediction", Neutral::Null),
+    ("web_search_options", Neutral::Null),
+    ("top_logprobs", Neutral::Number(0.0)),
+    ("n_probs", Neutral::Number(0.0)),
+];
+
+/// What a request says about generating.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Settings {
+    /// Output limit; `None` leaves it to the server's default.
+    pub limit: Option<Limit>,
+    /// Decoding options, the server's where the request says nothing.
+    pub options: Options,
+    /// `None` leaves it to the server.
+    pub seed: Option<u64>,
+    /// Strings that end the output.
+    pub stops: Vec<String>,
+    /// Events instead of one answer.
+    pub stream: bool,
+    /// What a stream shows besides text.
+    pub extras: Extras,
+}
+
+/// An output limit that the request gave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Limit {
+    /// What the context leaves.
+    Room,
+    /// At most this many tokens.
+    Tokens(usize),
+}
+
+/// What a stream shows besides text.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Extras {
+    /// A last chunk with `usage`.
+    pub usage: bool,
+    /// Chunks about reading the prompt.
+    pub progress: bool,
+    /// `timings` on every chunk, and a chunk for each refinement step.
+    pub timings: bool,
+    /// Silence after which a comment is sent.
+    pub ping: Option<Duration>,
+}
+
+impl Settings {
+    /// Takes the shared fields out; `defaults` are the server's options.
+    pub(crate) fn read(fields: &mut Fields, defaults: &Options) -> Result<Self, ApiError> {
+        refuse_unsupported(fields)?;
+        for name in WITHOUT_EFFECT {
+            fields.take(name);
+        }
+        // There is nothing to choose yet: prompts are always read anew.
+        fields.boolean("cache_prompt")?;
+        Ok(Self {
+            limit: read_limit(fields)?,
+            options: read_options(fields, defaults)?,
+            #[expect(clippy::cast_sign_loss, reason = "only the negative value -1 passes, and it is filtered out")]
+            seed: fields.integer("seed", -1..=i64::MAX)?.filter(|&seed| seed >= 0).map(|seed| seed as u64),
+            stops: read_stops(fields)?,
+            stream: fields.boolean("stream")?.unwrap_or(false),
+            extras: read_extras(fields)?,
+        })
+    }
+
+    /// Whether refinement events are wanted.
+    pub(crate) fn wants_progress(&self) -> bool {
+        self.stream && (self.extras.progress || self.extras.timings)
+    }
+}
+
+/// The effective settings as answers report them.
+pub(crate) fn describe(options: &Options, seed: Option<u64>, max_tokens: Option<usize>) -> Value {
+    json!({
+        "seed": seed.map_or(json!(-1), |seed| json!(seed)),
+        "temperature": shortest(options.temperature),
+        "top_k": options.top_k,
+        "top_p": shortest(options.top_p),
+        "max_tokens": max_tokens.map_or(json!(-1), |tokens| json!(tokens)),
+        "algorithm": options.algorithm.to_string(),
+        "threshold": shortest(options.threshold),
+        "editing_threshold": shortest(options.editing_threshold),
+        "max_post_steps": options.max_post_steps,
+        "steps": options.steps,
+        "max_steps_per_block": options.max_steps_per_block,
+    })
+}
+
+/// The f64 that prints as `value` does: 0.6 and not 0.6000000238418579.
+fn shortest(value: f32) -> f64 {
+    value.to_string().parse().unwrap_or_else(|_| f64::from(value))
+}
+
+fn read_limit(fields: &mut Fields) -> Result<Option<Limit>, ApiError> {
+    let mut limit = None;
+    // All are checked; the first one given counts.
+    for name in ["max_completion_tokens", "max_tokens", "n_predict"] {
+        let given = fields.integer(name, -1..=i64::MAX)?;
+        limit = limit.or(given);
+    }
+    Ok(limit.map(|tokens| usize::try_from(tokens).map_or(Limit::Room, Limit::Tokens)))
+}
+
+fn read_options(fields: &mut Fields, defaults: &Options) -> Result<Options, ApiError> {
+    let mut options = *defaults;
+    if let Some(mut inner) = fields.object("minnow")? {
+        read_diffusion(&mut inner, &mut options)?;
+        if let Some(path) = inner.rest().into_iter().next() {
+            let message = format!("{path} is not known; minnow holds diffusion options only");
+            return Err(ApiError::new(Code::UnknownParameter, message).at(path));
+        }
+    }
+    read_diffusion(fields, &mut options)?;
+    if let Some(temperature) = fields.number("temperature", 0.0..=2.0)? {
+        /// Below this, sampling is greedy in all but name.
+        const GREEDY_BELOW: f64 = 1e-3;
+        options.temperature = if temperature < GREEDY_BELOW { 0.0 } else { temperature as f32 };
+    }
+    if let Some(top_p) = fields.number("top_p", 0.0..=1.0)? {
+        options.top_p = top_p as f32;
+    }
+    if let Some(top_k) = fields.integer("top_k", 0..=i64::MAX)? {
+        options.top_k = usize::try_from(top_k).unwrap_or(usize::MAX);
+    }
+    options.check().map_err(|error| ApiError::new(Code::InvalidValue, error.to_string()).at(error.field))?;
+    Ok(options)
+}
+
+fn read_diffusion(fields: &mut Fields, options: &mut Options) -> Result<(), ApiError> {
+    for (name, target) in [("threshold", &mut options.threshold), ("editing_threshold", &mut options.editing_threshold)]
+    {
+        if let Some(value) = fields.number(name, 0.0..=1.0)? {
+            *target = value as f32;
+        }
+    }
+    for (name, least, target) in [
+        ("max_post_steps", 0, &mut options.max_post_steps),
+        ("steps", 1, &mut options.steps),
+        ("max_steps_per_block", 1, &mut options.max_steps_per_block),
+    ] {
+        if let Some(value) = fields.integer(name, least..=STEPS_MAX)? {
+            *target = usize::try_from(value).unwrap_or(usize::MAX);
+        }
+    }
+    Ok(())
+}
+
+fn read_stops(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
+    let stops = match fields.take("stop") {
+        None => return Ok(Vec::new()),
+        Some(Value::String(stop)) => vec![("stop".to_owned(), stop)],
+        Some(Value::Array(items)) if items.len() <= STOPS_MAX => {
+            let named = items.into_iter().enumerate().map(|(index, item)| {
+                let path = format!("stop[{index}]");
+                as_text(&path, item).map(|text| (path, text))
+            });
+            named.collect::<Result<_, _>>()?
+        }
+        Some(Value::Array(items)) => {
+            let message = format!("stop has {} strings, at most {STOPS_MAX} are allowed", items.len());
+            return Err(ApiError::new(Code::InvalidValue, message).at("stop"));
+        }
+        Some(other) => return Err(wrong_type("stop", "a string or a list of strings", &other)),
+    };
+    for (path, stop) in &stops {
+        if !(1..=STOP_BYTES_MAX).contains(&stop.len()) {
+            let message = format!("{path} has {} bytes, it must have 1 to {STOP_BYTES_MAX}", stop.len());
+            return Err(ApiError::new(Code::InvalidValue, message).at(path));
+        }
+    }
+    Ok(stops.into_iter().map(|(_, stop)| stop).collect())
+}
+
+fn read_extras(fields: &mut Fields) -> Result<Extras, ApiError> {
+    let mut usage = false;
+    if let Some(mut options) = fields.object("stream_options")? {
+        usage = options.boolean("include_usage")?.unwrap_or(false);
+    }
+    let seconds = fields.integer("sse_ping_interval", -1..=86_400)?.unwrap_or(PING_SECONDS);
+    Ok(Extras {
+        usage,
+        progress: fields.boolean("return_progress")?.unwrap_or(false),
+        timings: fields.boolean("timings_per_token")?.unwrap_or(false),
+        ping: u64::try_from(seconds).ok().filter(|&seconds| seconds > 0).map(Duration::from_secs),
+    })
+}
+
+fn refuse_unsupported(fields: &mut Fields) -> Result<(), ApiError> {
+    for (name, neutral) in &NEUTRAL {
+        let Some(value) = fields.take(name) else { continue };
+        let asks_for_nothing = match (neutral, &value) {
+            (Neutral::Number(only), Value::Number(number)) => number.as_f64() == Some(*only),
+            (Neutral::NotAbove(most), Value::Number(number)) => number.as_f64().is_some_and(|number| number <= *most),
+            (Neutral::Empty, Value::String(text)) => text.is_empty(),
+            (Neutral::Empty, Value::Array(items)) => items.is_empty(),
+            (Neutral::Empty, Value::Object(members)) => members.is_empty(),
+            (Neutral::False, Value::Bool(flag)) => !flag,
+            _ => false,
+        };
+        if !asks_for_nothing {
+            let only = match neutral {
+                Neutral::Number(only) => format!("only {only} is accepted"),
+                Neutral::NotAbove(most) => format!("only values up to {most} are accepted"),
+                Neutral::Empty => "only an empty value is accepted".to_owned(),
+                Neutral::False => "only false is accepted".to_owned(),
+                Neutral::Null => "only null is accepted".to_owned(),
+            };
+            return Err(ApiError::new(Code::UnsupportedParameter, format!("{name} is not supported: {only}")).at(*name));
+        }
+    }
+    if let Some(choices) = fields.integer("n", 1..=i64::MAX)?.filter(|&choices| choices > 1) {
+        return Err(ApiError::new(Code::UnsupportedValue, format!("n is {choices}, only 1 is supported")).at("n"));
+    }
+    match fields.take("modalities") {
+        None => {}
+        Some(Value::Array(items)) if items.iter().all(|item| item == "text") => {}
+        Some(other) => {
+            let error = wrong_value("modalities", &other, "must be [\"text\"]");
+            return Err(error.coded(Code::UnsupportedValue));
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::decoder::Algorithm;
+
+    fn defaults() -> Options {
+        Options::serving(Algorithm::V22)
+    }
+
+    fn read(value: Value) -> Result<(Settings, Vec<String>), ApiError> {
+        let Value::Object(members) = value else { panic!("not an object") };
+        let mut fields = Fields::new(members);
+        Settings::read(&mut fields, &defaults()).map(|settings| (settings, fields.rest()))
+    }
+
+    #[test]
+    fn an_empty_request_gets_the_servers_defaults() {
+        let (settings, rest) = read(json!({})).unwrap();
+        assert_eq!(settings.options, defaults());
+        assert_eq!((settings.limit, settings.seed, settings.stream), (None, None, false));
+        assert_eq!(settings.extras.ping, Some(Duration::from_secs(30)));
+        assert!(rest.is_empty());
+    }
+
+    #[test]
+    fn the_first_limit_given_wins() {
+        let limit = |value| read(value).unwrap().0.limit;
+        assert_eq!(
+            limit(json!({"max_tokens": 64, "max_completion_tokens": 3, "n_predict": 9})),
+            Some(Limit::Tokens(3))
+        );
+        assert_eq!(limit(json!({"max_tokens": null, "n_predict": 0})), Some(Limit::Tokens(0)));
+        assert_eq!(limit(json!({"max_tokens": -1})), Some(Limit::Room));
+    }
+
+    #[test]
+    fn top_level_beats_the_minnow_object_which_beats_the_server() {
+        let (settings, _) = read(json!({"minnow": {"threshold": 0.9, "max_post_steps": 2}, "threshold": 0.7})).unwrap();
+        assert_eq!(settings.options.threshold, 0.7);
+        assert_eq!(settings.options.max_post_steps, 2);
+        assert_eq!(settings.options.steps, defaults().steps);
+        assert_eq!(describe(&settings.options, Some(5), Some(8))["threshold"], json!(0.7));
+    }
+
+    #[test]
+    fn wrong_values_name_their_field() {
+        for (value, param) in [
+            (json!({"temperature": "hot"}), "temperature"),
+            (json!({"temperature": 2.5}), "temperature"),
+            (json!({"top_p": -1}), "top_p"),
+            (json!({"top_k": 1.5}), "top_k"),
+            (json!({"max_tokens": -5}), "max_tokens"),
+            (json!({"max_tokens": 4, "max_completion_tokens": -2}), "max_completion_tokens"),
+            (json!({"max_completion_tokens": 4, "max_tokens": "9"}), "max_tokens"),
+            (json!({"seed": 1.5}), "seed"),
+            (json!({"seed": -2}), "seed"),
+            (json!({"stream": "yes"}), "stream"),
+            (json!({"stream_options": 1}), "stream_options"),
+            (json!({"stream_options": {"include_usage": 1}}), "stream_options.include_usage"),
+            (json!({"n": 0}), "n"),
+            (json!({"n": 2}), "n"),
+            (json!({"stop": 5}), "stop"),
+            (json!({"stop": ""}), "stop"),
+            (json!({"stop": ["a", ""]}), "stop[1]"),
+            (json!({"stop": [1]}), "stop[0]"),
+            (json!({"stop": vec!["x"; 17]}), "stop"),
+            (json!({"stop": "x".repeat(1025)}), "stop"),
+            (json!({"minnow": 5}), "minnow"),
+            (json!({"minnow": {"blocks": 5}}), "minnow.blocks"),
+            (json!({"minnow": {"steps": 0}}), "minnow.steps"),
+            (json!({"steps": 0.5}), "steps"),
+            (json!({"threshold": 1.5}), "threshold"),
+            (json!({"cache_prompt": "no"}), "cache_prompt"),
+            (json!({"return_progress": 1}), "return_progress"),
+            (json!({"logit_bias": {"5": 10}}), "logit_bias"),
+            (json!({"grammar": "root ::= x"}), "grammar"),
+            (json!({"frequency_penalty": 0.5}), "frequency_penalty"),
+            (json!({"repeat_penalty": 1.1}), "repeat_penalty"),
+            (json!({"top_n_sigma": 1}), "top_n_sigma"),
+            (json!({"functions": []}), "functions"),
+            (json!({"modalities": ["text", "audio"]}), "modalities"),
+            (json!({"sse_ping_interval": -2}), "sse_ping_interval"),
+        ] {
+            let error = read(value.clone()).unwrap_err();
+            assert_eq!(error.body()["error"]["param"], param, "{value}");
+            assert_eq!(error.status(), 400);
+        }
+    }
+
+    #[test]
+    fn neutral_values_pass_and_unknown_fields_are_named() {
+        let (_, rest) = read(json!({
+            "n": 1, "frequency_penalty": 0, "repeat_penalty": 1.0, "logit_bias": {}, "grammar": "", "top_n_sigma": -1,
+            "user": "u", "metadata": {"a": "b"}, "modalities": ["text"], "top_logprobs": 0, "frobnicate": 1,
+        }))
+        .unwrap();
+        assert_eq!(rest, ["frobnicate"]);
+    }
+
+    #[test]
+    fn a_tiny_temperature_is_greedy() {
+        assert_eq!(read(json!({"temperature": 1e-7})).unwrap().0.options.temperature, 0.0);
+    }
+}

@@ -1,0 +1,261 @@
+//! Tool definitions and which of them the model may, must or must not call.
+
+use serde_json::Value;
+
+use crate::http::error::{ApiError, Code};
+use crate::http::fields::{Fields, wrong_type, wrong_value};
+
+/// Tools of a request, and bytes of their definitions together.
+const TOOLS_MAX: usize = 128;
+const DEFINITION_BYTES_MAX: usize = 256 << 10;
+const NAME_BYTES_MAX: usize = 64;
+
+/// The tools of a request.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Tools {
+    /// Definitions as the client wrote them, with distinct names.
+    pub definitions: Vec<Value>,
+    /// What the model is to do with them.
+    pub choice: Choice,
+    /// Whether an answer may hold several calls.
+    pub parallel: bool,
+}
+
+/// What the model is to do with its tools.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Choice {
+    /// What it likes.
+    #[default]
+    Auto,
+    /// Answer in text; it does not see the tools.
+    None,
+    /// Call one of them.
+    Required,
+    /// Call this one; it does not see the others.
+    Named(String),
+}
+
+impl Tools {
+    /// Takes `tools`, `tool_choice` and `parallel_tool_calls` out. With [`Choice::None`] no definitions are left, with
+    /// [`Choice::Named`] one, with [`Choice::Required`] at least one.
+    pub(crate) fn read(fields: &mut Fields) -> Result<Self, ApiError> {
+        let definitions = fields.list("tools")?.unwrap_or_default();
+        check_definitions(&definitions)?;
+        let choice = fields.take("tool_choice").map(read_choice).transpose()?.unwrap_or_default();
+        let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
+        Self { definitions, choice, parallel }.narrowed()
+    }
+
+    /// Names of the tools the model sees.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.definitions.iter().filter_map(name)
+    }
+
+    /// Whether a call must be made.
+    pub(crate) fn must_call(&self) -> bool {
+        matches!(self.choice, Choice::Required | Choice::Named(_))
+    }
+
+    /// Calls after which an answer ends; `None` is no limit. A demanded call of one function is one call.
+    pub(crate) fn calls_max(&self) -> Option<usize> {
+        (!self.parallel || matches!(self.choice, Choice::Named(_))).then_some(1)
+    }
+
+    /// The only tool that may be called, if a call must be made and there is only one.
+    pub(crate) fn only(&self) -> Option<&str> {
+        match &self.definitions[..] {
+            [only] if self.must_call() => name(only),
+            _ => None,
+        }
+    }
+
+    fn narrowed(mut self) -> Result<Self, ApiError> {
+        let refuse = |message| Err(ApiError::new(Code::InvalidValue, message).at("tool_choice"));
+        match &self.choice {
+            Choice::Auto => {}
+            Choice::None => self.definitions.clear(),
+            Choice::Required if self.definitions.is_empty() => {
+                return refuse("tool_choice is \"required\", but there are no tools".to_owned());
+            }
+            Choice::Required => {}
+            Choice::Named(wanted) => {
+                self.definitions.retain(|definition| name(definition) == Some(wanted));
+                if self.definitions.is_empty() {
+                    return refuse(format!("tool_choice names \"{wanted}\", which is not among the tools"));
+                }
+            }
+        }
+        Ok(self)
+    }
+}
+
+fn name(definition: &Value) -> Option<&str> {
+    definition["function"]["name"].as_str()
+}
+
+/// Only looks: definitions reach the template as they came, members in their order.
+fn check_definitions(definitions: &[Value]) -> Result<(), ApiError> {
+    let refuse = |path: &str, message: String| Err(ApiError::new(Code::InvalidValue, message).at(path));
+    if definitions.len() > TOOLS_MAX {
+        let message = format!("tools has {} entries, at most {TOOLS_MAX} are allowed", definitions.len());
+        return refuse("tools", message);
+    }
+    let mut names = std::collections::HashSet::new();
+    let mut bytes = 0;
+    for (index, definition) in definitions.iter().enumerate() {
+        let path = format!("tools[{index}]");
+        let name = check_definition(&path, definition)?;
+        if !names.insert(name) {
+            return refuse(&format!("{path}.function.name"), format!("two tools are named \"{name}\""));
+        }
+        bytes += definition.to_string().len();
+    }
+    if bytes > DEFINITION_BYTES_MAX {
+        return refuse("tools", format!("tools has {bytes} bytes, at most {DEFINITION_BYTES_MAX} are allowed"));
+    }
+    Ok(())
+}
+
+fn check_definition<'a>(path: &str, definition: &'a Value) -> Result<&'a str, ApiError> {
+    let member = |path: String, value: &'a Value| match value {
+        Value::Null => Err(ApiError::new(Code::MissingParameter, format!("{path} is required")).at(path)),
+        value => Ok((path, value)),
+    };
+    if !definition.is_object() {
+        return Err(wrong_type(path, "an object", definition));
+    }
+    let (kind_path, kind) = member(format!("{path}.type"), &definition["type"])?;
+    if kind != "function" {
+        return Err(wrong_value(&kind_path, kind, "must be \"function\""));
+    }
+    let (function_path, function) = member(format!("{path}.function"), &definition["function"])?;
+    if !function.is_object() {
+        return Err(wrong_type(&function_path, "an object", function));
+    }
+    let (name_path, name) = member(format!("{function_path}.name"), &function["name"])?;
+    let Value::String(name) = name else { return Err(wrong_type(&name_path, "a string", name)) };
+    let is_plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-'));
+    if !is_plain || !(1..=NAME_BYTES_MAX).contains(&name.len()) {
+        let expected = "must be 1 to 64 letters, digits, underscores and hyphens";
+        return Err(wrong_value(&name_path, &function["name"], expected));
+    }
+    let parameters = &function["parameters"];
+    if !(parameters.is_object() || parameters.is_null()) {
+        return Err(wrong_type(&format!("{function_path}.parameters"), "an object", parameters));
+    }
+    let description = &function["description"];
+    if !(description.is_string() || description.is_null()) {
+        return Err(wrong_type(&format!("{function_path}.description"), "a string", description));
+    }
+    let strict = &function["strict"];
+    if !(strict.is_boolean() || strict.is_null()) {
+        return Err(wrong_type(&format!("{function_path}.strict"), "a boolean", strict));
+    }
+    Ok(name)
+}
+
+fn read_choice(value: Value) -> Result<Choice, ApiError> {
+    let expected = "must be \"auto\", \"none\", \"required\" or {\"type\":\"function\",\"function\":{\"name\":...}}";
+    match &value {
+        Value::String(word) => match word.as_str() {
+            "auto" => Ok(Choice::Auto),
+            "none" => Ok(Choice::None),
+            "required" => Ok(Choice::Required),
+            _ => Err(wrong_value("tool_choice", &value, expected)),
+        },
+        Value::Object(_) if value["type"] == "function" => match &value["function"]["name"] {
+            Value::String(name) => Ok(Choice::Named(name.clone())),
+            _ => {
+                let path = "tool_choice.function.name";
+                Err(ApiError::new(Code::MissingParameter, format!("{path} is required")).at(path))
+            }
+        },
+        Value::Object(_) if value["type"] == "allowed_tools" => {
+            let message = "tool_choice \"allowed_tools\" is not supported: leave the other tools out of tools instead";
+            Err(ApiError::new(Code::UnsupportedValue, message).at("tool_choice.type"))
+        }
+        Value::Object(_) => Err(wrong_value("tool_choice", &value, expected)),
+        _ => Err(wrong_type("tool_choice", "a string or an object", &value)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn read(value: Value) -> Result<Tools, ApiError> {
+        let Value::Object(members) = value else { panic!("not an object") };
+        Tools::read(&mut Fields::new(members))
+    }
+
+    fn tool(name: &str) -> Value {
+        json!({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}})
+    }
+
+    #[test]
+    fn definitions_stay_as_they_were_written() {
+        let text =
+            r#"{"type":"function","function":{"name":"b","description":"d","parameters":{"z":1,"a":2},"x-own":1}}"#;
+        let tools = read(json!({"tools": [serde_json::from_str::<Value>(text).unwrap()]})).unwrap();
+        assert_eq!(tools.definitions[0].to_string(), text);
+        assert!(tools.parallel && !tools.must_call());
+    }
+
+    #[test]
+    fn a_choice_narrows_what_the_model_sees() {
+        let both = json!([tool("a"), tool("b")]);
+        let named = json!({"type": "function", "function": {"name": "b"}});
+        let names = |choice: Value| {
+            let tools = read(json!({"tools": both, "tool_choice": choice})).unwrap();
+            (tools.names().map(str::to_owned).collect::<Vec<_>>(), tools.only().map(str::to_owned))
+        };
+        assert_eq!(names(json!("auto")).0, ["a", "b"]);
+        assert_eq!(names(json!("none")).0, [""; 0]);
+        assert_eq!(names(json!("required")), (vec!["a".to_owned(), "b".to_owned()], None));
+        assert_eq!(names(named), (vec!["b".to_owned()], Some("b".to_owned())));
+        let one = read(json!({"tools": [tool("a")], "tool_choice": "required"})).unwrap();
+        assert_eq!(one.only(), Some("a"));
+        assert!(read(json!({"tool_choice": "none"})).is_ok());
+    }
+
+    #[test]
+    fn wrong_tools_are_named() {
+        for (value, param) in [
+            (json!({"tools": "x"}), "tools"),
+            (json!({"tools": [5]}), "tools[0]"),
+            (json!({"tools": [{"type": "function"}]}), "tools[0].function"),
+            (json!({"tools": [{"function": {"name": "x"}}]}), "tools[0].type"),
+            (json!({"tools": [{"type": "web", "function": {"name": "x"}}]}), "tools[0].type"),
+            (json!({"tools": [tool("a"), tool("bad name!")]}), "tools[1].function.name"),
+            (json!({"tools": [tool("")]}), "tools[0].function.name"),
+            (json!({"tools": [tool(&"x".repeat(65))]}), "tools[0].function.name"),
+            (json!({"tools": [tool("a"), tool("a")]}), "tools[1].function.name"),
+            (json!({"tools": vec![tool("a"); 129]}), "tools"),
+            (
+                json!({"tools": [{"type": "function", "function": {"name": "a", "description": "x".repeat(300_000)}}]}),
+                "tools",
+            ),
+            (
+                json!({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}),
+                "tools[0].function.parameters",
+            ),
+            (
+                json!({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}),
+                "tools[0].function.strict",
+            ),
+            (json!({"tool_choice": "required"}), "tool_choice"),
+            (json!({"tool_choice": "perhaps", "tools": [tool("a")]}), "tool_choice"),
+            (json!({"tool_choice": {"type": "function"}, "tools": [tool("a")]}), "tool_choice.function.name"),
+            (
+                json!({"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": [tool("a")]}),
+                "tool_choice",
+            ),
+            (json!({"tool_choice": 5}), "tool_choice"),
+            (json!({"parallel_tool_calls": "no"}), "parallel_tool_calls"),
+        ] {
+            assert_eq!(read(value.clone()).unwrap_err().body()["error"]["param"], param, "{value}");
+        }
+    }
+}

@@ -1,0 +1,290 @@
+//! Sockets, connections, and their end.
+//!
+//! Every listener has a task that accepts, every connection a task that serves it. Accepting goes on while the server
+//! drains, so that late clients get a 503 instead of a refused connection; it stops in [`Shutdown::wait`].
+
+use std::convert::Infallible;
+use std::io;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::Request;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, UnixListener, UnixStream};
+use tokio::sync::{Semaphore, mpsc, watch};
+use tracing::{debug, info, warn};
+
+use super::App;
+use super::connection::{Connection, Phase};
+use crate::config::ListenAddress;
+
+/// Open connections; further ones wait in the backlog.
+const CONNECTIONS_MAX: usize = 1024;
+/// A connection without a request.
+const IDLE_MAX: Duration = Duration::from_secs(75);
+/// Bytes and headers of a request head.
+const HEAD_BYTES_MAX: usize = 32 << 10;
+const HEADERS_MAX: usize = 100;
+/// Who may connect to a Unix socket: owner and group.
+const SOCKET_MODE: u32 = 0o660;
+/// A pause after accepting failed, for example because there are no file descriptors left.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
+
+/// A bound socket.
+#[derive(Debug)]
+pub enum Listener {
+    /// A TCP port.
+    Tcp(TcpListener),
+    /// A Unix socket, and the file to remove in the end.
+    Unix(UnixListener, SocketFile),
+}
+
+/// A socket's file, removed on drop.
+#[derive(Debug)]
+pub struct SocketFile(PathBuf);
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.0);
+    }
+}
+
+impl Listener {
+    /// Binds an address. A Unix socket's file that nobody listens on any more is replaced.
+    ///
+    /// # Errors
+    /// If the address cannot be bound.
+    pub async fn bind(address: &ListenAddress) -> io::Result<Self> {
+        match address {
+            ListenAddress::Tcp(address) => Ok(Self::Tcp(TcpListener::bind(address).await?)),
+            ListenAddress::Unix(path) => {
+                remove_stale_socket(path).await?;
+                let listener = UnixListener::bind(path)?;
+                let file = SocketFile(path.clone());
+                std::fs::set_permissions(path, std::fs::Permissions::from_mode(SOCKET_MODE))?;
+                Ok(Self::Unix(listener, file))
+            }
+        }
+    }
+
+    /// Where it listens, with the port that was chosen.
+    ///
+    /// # Errors
+    /// If the system does not say.
+    pub fn address(&self) -> io::Result<ListenAddress> {
+        match self {
+            Self::Tcp(listener) => Ok(ListenAddress::Tcp(listener.local_addr()?)),
+            Self::Unix(_, file) => Ok(ListenAddress::Unix(file.0.clone())),
+        }
+    }
+}
+
+async fn remove_stale_socket(path: &Path) -> io::Result<()> {
+    match std::fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.file_type().is_socket() => {}
+        // Nothing there, or something that is not ours to remove: binding says so.
+        _ => return Ok(()),
+    }
+    match UnixStream::connect(path).await {
+        Ok(_) => Err(io::Error::new(io::ErrorKind::AddrInUse, "another process listens on this socket")),
+        Err(_) => std::fs::remove_file(path),
+    }
+}
+
+/// What a request's connection came in through.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Via {
+    /// A TCP address that only this machine reaches: the `Host` header is checked.
+    Loopback,
+    /// Another TCP address.
+    Network,
+    /// A Unix socket.
+    UnixSocket,
+}
+
+/// The end of serving. While the server drains it goes on accepting, see the module.
+#[derive(Clone, Debug)]
+pub struct Shutdown {
+    closing: watch::Sender<bool>,
+    /// Each connection holds a clone of the sender; when all are gone, receiving ends.
+    open: Arc<std::sync::Mutex<Option<mpsc::Sender<Infallible>>>>,
+    ended: Arc<tokio::sync::Mutex<mpsc::Receiver<Infallible>>>,
+}
+
+impl Default for Shutdown {
+    fn default() -> Self {
+        let (open, ended) = mpsc::channel(1);
+        Self {
+            closing: watch::Sender::new(false),
+            open: Arc::new(std::sync::Mutex::new(Some(open))),
+            ended: Arc::new(tokio::sync::Mutex::new(ended)),
+        }
+    }
+}
+
+impl Shutdown {
+    /// Stops accepting, closes idle connections, and waits up to `grace` for the answers that are still being written.
+    pub async fn wait(&self, grace: Duration) {
+        self.closing.send_replace(true);
+        self.open_connections().take();
+        let ended = async { self.ended.lock().await.recv().await };
+        if tokio::time::timeout(grace, ended).await.is_err() {
+            warn!("some connections did not end in time");
+        }
+    }
+
+    fn open_connections(&self) -> std::sync::MutexGuard<'_, Option<mpsc::Sender<Infallible>>> {
+        self.open.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+/// Serves `app` on every listener until [`Shutdown::wait`].
+///
+/// # Errors
+/// If a listener does not know its address.
+pub async fn serve(listeners: Vec<Listener>, app: App) -> io::Result<()> {
+    let router = super::router(app.clone());
+    let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let mut tasks = tokio::task::JoinSet::new();
+    for listener in listeners {
+        let address = listener.address()?;
+        match &address {
+            ListenAddress::Tcp(address) => info!("listening on http://{address}"),
+            ListenAddress::Unix(_) => info!("listening on {address}"),
+        }
+        let via = match &address {
+            ListenAddress::Unix(_) => Via::UnixSocket,
+            tcp if tcp.is_private() => Via::Loopback,
+            ListenAddress::Tcp(_) => Via::Network,
+        };
+        tasks.spawn(accept(
+            listener,
+            Acceptor { router: router.clone(), permits: Arc::clone(&permits), shutdown: app.shutdown(), via },
+        ));
+    }
+    while tasks.join_next().await.is_some() {}
+    Ok(())
+}
+
+/// What a listener's task needs.
+struct Acceptor {
+    router: Router,
+    permits: Arc<Semaphore>,
+    shutdown: Shutdown,
+    via: Via,
+}
+
+async fn accept(listener: Listener, acceptor: Acceptor) {
+    let mut closing = acceptor.shutdown.closing.subscribe();
+    loop {
+        let Ok(permit) = Arc::clone(&acceptor.permits).acquire_owned().await else { return };
+        let accepted = tokio::select! {
+            accepted = next(&listener) => accepted,
+            () = closed(&mut closing) => return,
+        };
+        let stream = match accepted {
+            Ok(stream) => stream,
+            Err(error) => {
+                warn!(%error, "a connection could not be accepted");
+                tokio::time::sleep(ACCEPT_RETRY).await;
+                continue;
+            }
+        };
+        let Some(open) = acceptor.shutdown.open_connections().clone() else { return };
+        let serving = serve_connection(stream, acceptor.router.clone(), acceptor.via, closing.clone());
+        tokio::spawn(async move {
+            serving.await;
+            drop((permit, open));
+        });
+    }
+}
+
+trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
+async fn next(listener: &Listener) -> io::Result<Box<dyn Stream>> {
+    Ok(match listener {
+        Listener::Tcp(listener) => {
+            let (stream, _) = listener.accept().await?;
+            // Events are small and must not wait for each other.
+            stream.set_nodelay(true)?;
+            Box::new(stream)
+        }
+        Listener::Unix(listener, _) => Box::new(listener.accept().await?.0),
+    })
+}
+
+async fn serve_connection(stream: Box<dyn Stream>, router: Router, via: Via, mut closing: watch::Receiver<bool>) {
+    let phase = Phase::default();
+    let io = TokioIo::new(Connection::new(stream, phase.clone()));
+    let service = service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
+        let busy = phase.busy();
+        let mut request: Request = request.map(Body::new);
+        request.extensions_mut().insert(via);
+        let answer = hyper::service::Service::call(&TowerToHyperService::new(router.clone()), request);
+        async move {
+            let answer = answer.await?;
+            Ok::<_, Infallible>(answer.map(|body| with_guard(body, busy)))
+        }
+    });
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(IDLE_MAX)
+        .max_buf_size(HEAD_BYTES_MAX)
+        .max_headers(HEADERS_MAX)
+        .serve_connection(io, service);
+    let mut connection = std::pin::pin!(connection);
+    let outcome = tokio::select! {
+        outcome = connection.as_mut() => outcome,
+        () = closed(&mut closing) => {
+            connection.as_mut().graceful_shutdown();
+            connection.await
+        }
+    };
+    if let Err(error) = outcome {
+        debug!(%error, "a connection broke off");
+    }
+}
+
+async fn closed(closing: &mut watch::Receiver<bool>) {
+    // An error means that the sender is gone, which is an end as well.
+    let _ = closing.wait_for(|closing| *closing).await;
+}
+
+/// `body`, holding `guard` until it has been sent or dropped. Bodies of known length stay so.
+fn with_guard<G: Send + Unpin + 'static>(body: Body, guard: G) -> Body {
+    Body::new(Guarded { body, _guard: guard })
+}
+
+struct Guarded<G> {
+    body: Body,
+    _guard: G,
+}
+
+impl<G: Send + Unpin + 'static> axum::body::HttpBody for Guarded<G> {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        self: std::pin::Pin<&mut Self>,
+        cx: &mut std::task::Context<'_>,
+    ) -> std::task::Poll<Option<Result<hyper::body::Frame<Bytes>, axum::Error>>> {
+        std::pin::Pin::new(&mut self.get_mut().body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> hyper::body::SizeHint {
+        self.body.size_hint()
+    }
+}

@@ -1,0 +1,377 @@
+//! One forward pass over a batch of blocks, behind one trait: [`reference`] (candle, plain) and [`cpu`].
+//!
+//! No loop over steps and no text: tokens and page tables in, what each segment needs out. Three things always hold.
+//! A batch is checked ([`Batch::check`]) before anything is computed. Segments never mix, and neither do the blocks of
+//! a segment except through K/V of earlier blocks, so every result depends only on the tokens of its own sequence, bit
+//! for bit, whatever else is in the batch and however a prefill was cut. A forward writes the pages of its own blocks
+//! and no others; who may read them later is decided in [`crate::cache`].
+
+pub mod cpu;
+pub mod reference;
+pub mod trace;
+pub mod verify;
+
+use std::collections::HashMap;
+
+use minnow_common::{BLOCK, ModelConfig};
+use thiserror::Error;
+
+pub use crate::cache::PageId;
+use crate::decoder::Candidates;
+
+/// A model on a device, with room for the K/V of [`page_count`](Self::page_count) blocks.
+pub trait Backend: Send {
+    /// What the model looks like.
+    fn config(&self) -> &ModelConfig;
+
+    /// Pages that segments may name: `PageId(0)` to `PageId(page_count - 1)`.
+    fn page_count(&self) -> usize;
+
+    /// The device in words, as logs and `/v1/models` show it: `cpu (avx512, 2 threads)`.
+    fn describe(&self) -> String;
+
+    /// Evaluates every segment and writes the K/V of its blocks into its last pages. One output for each segment, in
+    /// order. After an error the pages that the batch writes hold anything.
+    fn forward(&mut self, batch: &Batch<'_>, probe: Option<&mut dyn Probe>) -> Result<Vec<Output>, ModelError>;
+}
+
+/// One sequence's share of a batch: whole blocks at the end of what it has so far.
+#[derive(Clone, Copy, Debug)]
+pub struct Segment<'a> {
+    /// Token ids of one or more whole blocks.
+    pub tokens: &'a [u32],
+    /// The pages of all blocks of the sequence up to the last one here, in order. The last `tokens.len() / 32` are
+    /// written by this forward, those before are read.
+    pub pages: &'a [PageId],
+    /// What the caller wants back.
+    pub need: Need,
+}
+
+/// What a segment needs back from a forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Need {
+    /// Only the K/V: prefill and refresh.
+    Nothing,
+    /// The best tokens of each position and their confidence: greedy refinement.
+    Candidates,
+    /// All logits of each position: sampling, logprobs, constraints.
+    Logits,
+}
+
+/// What is evaluated together in one step.
+#[derive(Clone, Copy, Debug)]
+pub struct Batch<'a> {
+    /// The segments; each of another sequence, or at least writing other pages.
+    pub segments: &'a [Segment<'a>],
+}
+
+/// What a forward gives back for one segment.
+#[derive(Clone, Debug)]
+pub enum Output {
+    /// For [`Need::Nothing`].
+    Nothing,
+    /// For [`Need::Candidates`]: one entry for each position of the segment.
+    Candidates(Vec<Candidates>),
+    /// For [`Need::Logits`]: one row for each position of the segment.
+    Logits(Logits),
+}
+
+/// Logits of consecutive positions, `[positions, vocab]` row-major f32.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Logits {
+    vocab: usize,
+    values: Vec<f32>,
+}
+
+/// Sees intermediate values of a forward. For verification and tests; a forward with a probe computes the same bits.
+pub trait Probe: Send {
+    /// Values of `shape: [rows, width]`, row-major, a row a position. Rows of one (segment, layer, point) may come in
+    /// several calls, in ascending order. `layer` is `None` for embeddings, final norm and logits.
+    fn record(&mut self, segment: usize, layer: Option<usize>, point: Point, shape: [usize; 2], values: &[f32]);
+}
+
+/// Where in the forward pass a value was seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Point {
+    /// Rows of the embedding, `[rows, hidden]`.
+    Embeddings,
+    /// Keys after norm and rotation, `[rows, kv_heads * head_dim]`.
+    Key,
+    /// Values, `[rows, kv_heads * head_dim]`.
+    Value,
+    /// The residual stream after attention, `[rows, hidden]`.
+    Attention,
+    /// Router logits, `[rows, experts]`.
+    RouterLogits,
+    /// Router scores with the selection bias, `[rows, experts]`: what experts are chosen by.
+    RouterScores,
+    /// Chosen experts by descending biased score, `[rows, experts per token]`; whole numbers.
+    RouterIds,
+    /// Weights of the chosen experts in the same order, scaled, `[rows, experts per token]`.
+    RouterWeights,
+    /// The residual stream after the layer, `[rows, hidden]`.
+    Hidden,
+    /// The final norm's output, `[rows, hidden]`; absent for segments that need nothing.
+    Normalized,
+    /// Logits, `[rows, vocab]`; absent for segments that need nothing.
+    Logits,
+}
+
+/// Why a batch cannot be evaluated.
+#[derive(Debug, Error)]
+pub enum ModelError {
+    /// The model's block is not the one this program is built for.
+    #[error("the model has blocks of {found} positions, but only {BLOCK} is supported")]
+    BlockSize {
+        /// `block_size` of the configuration.
+        found: usize,
+    },
+    /// No tokens, or not whole blocks.
+    #[error("segment {segment} has {tokens} tokens, expected a positive multiple of {BLOCK}")]
+    PartialBlock {
+        /// Index in the batch.
+        segment: usize,
+        /// Tokens given.
+        tokens: usize,
+    },
+    /// Fewer pages than blocks.
+    #[error("segment {segment} has {blocks} blocks of tokens, but only {pages} pages")]
+    TooFewPages {
+        /// Index in the batch.
+        segment: usize,
+        /// Blocks of tokens.
+        blocks: usize,
+        /// Pages given.
+        pages: usize,
+    },
+    /// A page that does not exist.
+    #[error("segment {segment} names page {page}, but there are {count} pages")]
+    PageRange {
+        /// Index in the batch.
+        segment: usize,
+        /// The page.
+        page: u32,
+        /// Pages of the backend.
+        count: usize,
+    },
+    /// A page written by this batch appears a second time in it.
+    #[error("page {page} is written by segment {writer} and also used by segment {other}")]
+    PageConflict {
+        /// The page.
+        page: u32,
+        /// Who writes it.
+        writer: usize,
+        /// Who else names it; the same segment if it names it twice.
+        other: usize,
+    },
+    /// More positions than the model was made for.
+    #[error("segment {segment} reaches position {positions}, but the model has {limit} positions")]
+    TooLong {
+        /// Index in the batch.
+        segment: usize,
+        /// Positions up to its end.
+        positions: usize,
+        /// `max_position_embeddings`.
+        limit: usize,
+    },
+    /// A token id outside the vocabulary.
+    #[error("segment {segment} has token {token} at index {index}, but the vocabulary has {vocab} entries")]
+    Token {
+        /// Index in the batch.
+        segment: usize,
+        /// Index in the segment.
+        index: usize,
+        /// The id.
+        token: u32,
+        /// Entries of the vocabulary.
+        vocab: usize,
+    },
+    /// The reference backend's tensor library refused.
+    #[error("the tensor library refused: {0}")]
+    Candle(#[from] candle_core::Error),
+    /// The threads of the backend could not be started.
+    #[error("cannot start {threads} threads: {message}")]
+    Threads {
+        /// Threads asked for.
+        threads: usize,
+        /// The system's reason.
+        message: String,
+    },
+}
+
+impl Segment<'_> {
+    /// Blocks of tokens in this segment.
+    #[must_use]
+    pub fn blocks(&self) -> usize {
+        self.tokens.len() / BLOCK
+    }
+
+    /// Absolute position of the first token, for a checked segment.
+    #[must_use]
+    pub fn first_position(&self) -> usize {
+        (self.pages.len() - self.blocks()) * BLOCK
+    }
+}
+
+impl Batch<'_> {
+    /// Everything a backend relies on: whole blocks, existing tokens and pages, positions within the model's limit,
+    /// and no page used twice if it is written.
+    pub fn check(&self, config: &ModelConfig, page_count: usize) -> Result<(), ModelError> {
+        if config.block_size != BLOCK {
+            return Err(ModelError::BlockSize { found: config.block_size });
+        }
+        for (segment, part) in self.segments.iter().enumerate() {
+            let (blocks, pages) = (part.blocks(), part.pages.len());
+            if blocks == 0 || !part.tokens.len().is_multiple_of(BLOCK) {
+                return Err(ModelError::PartialBlock { segment, tokens: part.tokens.len() });
+            }
+            if pages < blocks {
+                return Err(ModelError::TooFewPages { segment, blocks, pages });
+            }
+            let (positions, limit) = (pages.saturating_mul(BLOCK), config.max_position_embeddings);
+            if positions > limit {
+                return Err(ModelError::TooLong { segment, positions, limit });
+            }
+            if let Some(page) = part.pages.iter().find(|page| page.0 as usize >= page_count) {
+                return Err(ModelError::PageRange { segment, page: page.0, count: page_count });
+            }
+            let vocab = config.vocab_size;
+            if let Some(index) = part.tokens.iter().position(|&token| token as usize >= vocab) {
+                return Err(ModelError::Token { segment, index, token: part.tokens[index], vocab });
+            }
+        }
+        self.check_pages()
+    }
+
+    fn check_pages(&self) -> Result<(), ModelError> {
+        let mut writers = HashMap::new();
+        for (segment, part) in self.segments.iter().enumerate() {
+            for &page in &part.pages[part.pages.len() - part.blocks()..] {
+                if let Some(writer) = writers.insert(page, segment) {
+                    return Err(ModelError::PageConflict { page: page.0, writer, other: segment });
+                }
+            }
+        }
+        for (other, part) in self.segments.iter().enumerate() {
+            for page in &part.pages[..part.pages.len() - part.blocks()] {
+                if let Some(&writer) = writers.get(page) {
+                    return Err(ModelError::PageConflict { page: page.0, writer, other });
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Logits {
+    /// Wraps `values: [positions, vocab]`.
+    ///
+    /// # Panics
+    /// If `values` is not whole rows.
+    #[must_use]
+    pub fn new(vocab: usize, values: Vec<f32>) -> Self {
+        assert!(values.len().is_multiple_of(vocab), "logits are whole rows");
+        Self { vocab, values }
+    }
+
+    /// Rows.
+    #[must_use]
+    pub fn positions(&self) -> usize {
+        self.values.len() / self.vocab
+    }
+
+    /// Length of a row.
+    #[must_use]
+    pub fn vocab(&self) -> usize {
+        self.vocab
+    }
+
+    /// All rows, one after another.
+    #[must_use]
+    pub fn values(&self) -> &[f32] {
+        &self.values
+    }
+
+    /// Logits of one position over the whole vocabulary.
+    ///
+    /// # Panics
+    /// If there is no such position.
+    #[must_use]
+    pub fn row(&self, position: usize) -> &[f32] {
+        &self.values[position * self.vocab..][..self.vocab]
+    }
+
+    /// All rows, in order.
+    pub fn rows(&self) -> impl Iterator<Item = &[f32]> {
+        self.values.chunks_exact(self.vocab)
+    }
+}
+
+/// A probe that may be absent, for backends: asks before anything is copied.
+struct Recorder<'a>(Option<&'a mut dyn Probe>);
+
+impl Recorder<'_> {
+    fn is_active(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Passes `values: [rows, width]` on.
+    fn record(&mut self, segment: usize, layer: Option<usize>, point: Point, width: usize, values: &[f32]) {
+        if let Some(probe) = &mut self.0 {
+            probe.record(segment, layer, point, [values.len() / width, width], values);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config() -> ModelConfig {
+        let text = r#"{"model_type":"llada2_moe","vocab_size":64,"hidden_size":64,"intermediate_size":64,
+            "num_hidden_layers":1,"num_attention_heads":1,"num_key_value_heads":1,"head_dim":64,"rms_norm_eps":1e-6,
+            "max_position_embeddings":128,"num_experts":4,"num_experts_per_tok":2,"moe_intermediate_size":64,
+            "routed_scaling_factor":1,"rope_theta":10000,"expert_capacity":2}"#;
+        ModelConfig::from_json(text).unwrap()
+    }
+
+    /// Tokens and page numbers of segments.
+    type Parts<'a> = &'a [(&'a [u32], &'a [u32])];
+
+    /// What [`Batch::check`] says of segments with these tokens and pages, on a backend of eight pages.
+    fn verdict(parts: Parts<'_>) -> String {
+        let pages: Vec<Vec<PageId>> = parts.iter().map(|(_, ids)| ids.iter().copied().map(PageId).collect()).collect();
+        let segments: Vec<Segment<'_>> = parts
+            .iter()
+            .zip(&pages)
+            .map(|((tokens, _), pages)| Segment { tokens, pages, need: Need::Nothing })
+            .collect();
+        let checked = Batch { segments: &segments }.check(&config(), 8);
+        checked.map_or_else(|error| error.to_string(), |()| "accepted".to_owned())
+    }
+
+    #[test]
+    fn a_batch_that_would_read_or_write_elsewhere_is_refused_with_its_numbers() {
+        let block = &[0; 32][..];
+        let two = &[0; 64][..];
+        let mut unknown = [0; 32];
+        unknown[5] = 64;
+        let cases: [(Parts<'_>, &str); 12] = [
+            (&[], "accepted"),
+            (&[(block, &[0, 7])], "accepted"),
+            (&[(block, &[0, 1]), (two, &[0, 2, 3])], "accepted"),
+            (&[(&[], &[0])], "segment 0 has 0 tokens, expected a positive multiple of 32"),
+            (&[(&block[1..], &[0])], "segment 0 has 31 tokens, expected a positive multiple of 32"),
+            (&[(two, &[0])], "segment 0 has 2 blocks of tokens, but only 1 pages"),
+            (&[(block, &[0, 8])], "segment 0 names page 8, but there are 8 pages"),
+            (&[(block, &[0, 1, 0])], "page 0 is written by segment 0 and also used by segment 0"),
+            (&[(two, &[1, 1])], "page 1 is written by segment 0 and also used by segment 0"),
+            (&[(block, &[0, 1]), (block, &[1, 2])], "page 1 is written by segment 0 and also used by segment 1"),
+            (&[(block, &[0, 1, 2, 3, 4])], "segment 0 reaches position 160, but the model has 128 positions"),
+            (&[(&unknown, &[0])], "segment 0 has token 64 at index 5, but the vocabulary has 64 entries"),
+        ];
+        for (parts, expected) in cases {
+            assert_eq!(verdict(parts), expected);
+        }
+    }
+}

@@ -1,0 +1,275 @@
+//! A loaded model and everything that turns requests into token ids: what HTTP and the offline commands share.
+
+use std::sync::Arc;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context, bail};
+use minnow_common::{BLOCK, ModelConfig, Routing};
+use minnow_formats::checkpoint::Checkpoint;
+use serde_json::Value;
+use tracing::{info, warn};
+
+use crate::config::{DEFAULT_CONTEXT_MAX, DecodingDefaults, Device, ModelSource};
+use crate::decoder::{Algorithm, Options};
+use crate::demo;
+use crate::engine::runner::Runner;
+use crate::model::Backend;
+use crate::model::cpu::Cpu;
+use crate::model::reference::Reference;
+use crate::text::{ChatInput, SpecialTokens, Template, Tokenizer};
+use crate::weights::{LoadOptions, VerifyPayload, Weights};
+
+/// What is known of the served model, without the model itself.
+#[derive(Debug)]
+pub struct Session {
+    /// Its name in the API.
+    pub model_id: String,
+    /// Its configuration.
+    pub config: ModelConfig,
+    /// Its tokenizer.
+    pub tokenizer: Arc<Tokenizer>,
+    /// Its chat template.
+    pub template: Arc<Template>,
+    /// Its tokens with a meaning.
+    pub special: SpecialTokens,
+    /// Positions a request may use, prompt and output together.
+    pub context: usize,
+    /// Decoding options where a request does not say.
+    pub default_options: Options,
+    /// Output limit where a request does not say; `None` is what the context leaves.
+    pub default_max_tokens: Option<usize>,
+    /// Seed where a request does not say; `None` is a fresh one.
+    pub default_seed: Option<u64>,
+    /// `fp_` and a hash of the program's version and the weights' identity.
+    pub fingerprint: String,
+    /// When the model was loaded, in seconds since 1970.
+    pub created: u64,
+    /// Number of weights.
+    pub parameters: u64,
+    /// Bytes of the checkpoint.
+    pub file_bytes: u64,
+    /// How weights are stored: `bf16`, or `i4_mma experts, bf16`.
+    pub file_type: String,
+    /// The backend in words.
+    pub backend: String,
+    /// Requests that run at once.
+    pub parallel: usize,
+    /// Requests that may wait.
+    pub queue_capacity: usize,
+}
+
+/// What `serve` adds to a session.
+#[derive(Clone, Debug)]
+pub struct ServeDefaults {
+    /// The model's name in the API, instead of its file's.
+    pub alias: Option<String>,
+    /// Output limit where a request does not say.
+    pub max_tokens: Option<usize>,
+    /// Requests that may wait.
+    pub queue_capacity: usize,
+}
+
+/// A model, ready to run.
+pub struct Loaded {
+    /// What is known of it.
+    pub session: Session,
+    /// What runs it.
+    pub runner: Runner,
+}
+
+impl Loaded {
+    /// Opens a checkpoint and builds the backend that was asked for.
+    pub fn open(source: &ModelSource, decoding: &DecodingDefaults) -> anyhow::Result<Self> {
+        let opened = Opened::new(source)?;
+        let backend = opened.backend(source, source.device)?;
+        let session = opened.session(source, decoding, &*backend)?;
+        let runner = Runner::new(backend, session.special.decoder_ids());
+        Ok(Self { session, runner })
+    }
+}
+
+/// A checkpoint with its weights loaded, before a backend is built on them.
+pub struct Opened {
+    checkpoint: Checkpoint,
+    name: String,
+    /// Its tensors.
+    pub weights: Weights,
+}
+
+impl Opened {
+    /// Opens and loads the checkpoint, or the embedded one.
+    pub fn new(source: &ModelSource) -> anyhow::Result<Self> {
+        let (checkpoint, name) = match &source.path {
+            Some(path) => {
+                let checkpoint = Checkpoint::open(path, source.io)?;
+                let name = if checkpoint.model_id().is_empty() { checkpoint.path_id() } else { checkpoint.model_id().to_owned() };
+                (checkpoint, name)
+            }
+            None => {
+                info!("no --model: using the embedded demo model {}, made for trying things out", demo::NAME);
+                (Checkpoint::from_static(demo::NAME, demo::checkpoint())?, demo::NAME.to_owned())
+            }
+        };
+        for warning in checkpoint.warnings() {
+            warn!("{warning}");
+        }
+        if checkpoint.config().block_size != BLOCK {
+            bail!("{name}: blocks of {} positions are not supported, only {BLOCK}", checkpoint.config().block_size);
+        }
+        let verify_payload = match source.verify_payload {
+            crate::config::VerifyPayload::Auto => VerifyPayload::Auto,
+            crate::config::VerifyPayload::Always => VerifyPayload::Always,
+            crate::config::VerifyPayload::Never => VerifyPayload::Never,
+        };
+        let weights = Weights::load(&checkpoint, LoadOptions { verify_payload }).with_context(|| name.clone())?;
+        Ok(Self { checkpoint, name, weights })
+    }
+
+    /// Builds a backend with room for one request of the full context.
+    pub fn backend(&self, source: &ModelSource, device: Device) -> anyhow::Result<Box<dyn Backend>> {
+        let pages = self.context(source)?.div_ceil(BLOCK);
+        Ok(match device {
+            Device::Reference => Box::new(Reference::new(&self.weights, pages)?),
+            Device::Auto | Device::Cpu => Box::new(Cpu::new(self.weights.clone(), pages, source.threads, source.isa)?),
+        })
+    }
+
+    /// Positions a request may use.
+    fn context(&self, source: &ModelSource) -> anyhow::Result<usize> {
+        let limit = self.weights.config.max_position_embeddings;
+        match source.max_context {
+            None => Ok(limit.min(DEFAULT_CONTEXT_MAX)),
+            Some(context) if (BLOCK..=limit).contains(&context) => Ok(context),
+            Some(context) => Err(crate::config::UsageError(format!(
+                "--max-context is {context}, expected {BLOCK} to {limit}, the positions of {}",
+                self.name
+            ))
+            .into()),
+        }
+    }
+
+    /// Everything about the model but the model.
+    pub fn session(
+        &self,
+        source: &ModelSource,
+        decoding: &DecodingDefaults,
+        backend: &dyn Backend,
+    ) -> anyhow::Result<Session> {
+        let config = &self.weights.config;
+        let asset = |name: &str| self.checkpoint.assets().get(name);
+        let required = |name: &str| asset(name).with_context(|| format!("{}: {name} is missing", self.name));
+        let tokenizer = Tokenizer::from_json(required("tokenizer.json")?).with_context(|| self.name.clone())?;
+        let generation_config = asset("generation_config.json").map(String::as_str);
+        let special =
+            SpecialTokens::resolve(config, generation_config, &tokenizer).with_context(|| self.name.clone())?;
+        let template =
+            Template::new(required("chat_template.jinja")?, &tokenizer).with_context(|| self.name.clone())?;
+        let native = native_algorithm(config, &special);
+        let default_options = decoding.options(native)?;
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Ok(Session {
+            model_id: self.name.clone(),
+            config: config.clone(),
+            tokenizer: Arc::new(tokenizer),
+            template: Arc::new(template),
+            special,
+            context: self.context(source)?,
+            default_options,
+            default_max_tokens: None,
+            default_seed: decoding.seed,
+            fingerprint: self.fingerprint(),
+            created: since_1970.as_secs(),
+            parameters: self.checkpoint.tensors().values().map(|tensor| tensor.spec.shape().elements()).sum(),
+            file_bytes: self.checkpoint.files().iter().map(|file| file.len()).sum(),
+            file_type: self.file_type(),
+            backend: backend.describe(),
+            parallel: 1,
+            queue_capacity: 0,
+        })
+    }
+
+    /// A hash of the program's version and of every tensor's identity: its digest, or else its place and shape.
+    fn fingerprint(&self) -> String {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(crate::VERSION.as_bytes());
+        for (name, tensor) in self.checkpoint.tensors() {
+            hasher.update(name.as_bytes());
+            match &tensor.digests {
+                Some(digests) => hasher.update(digests.data.as_bytes()),
+                None => hasher.update(format!("{} {}", tensor.spec.shape(), tensor.data.offset).as_bytes()),
+            };
+        }
+        format!("fp_{}", &hasher.finalize().to_hex()[..16])
+    }
+
+    /// `bf16`, or the experts' encodings and those of the rest.
+    fn file_type(&self) -> String {
+        let encodings = |experts: bool| {
+            let mut list: Vec<&str> = self
+                .checkpoint
+                .tensors()
+                .iter()
+                .filter(|(name, _)| minnow_common::tensor::is_expert(name) == experts && !name.ends_with("expert_bias"))
+                .map(|(_, tensor)| tensor.spec.encoding().name())
+                .collect();
+            list.sort_unstable();
+            list.dedup();
+            list.join("+")
+        };
+        let (experts, rest) = (encodings(true), encodings(false));
+        if experts == rest { rest } else { format!("{experts} experts, {rest}") }
+    }
+}
+
+/// The algorithm a checkpoint was trained for. 2.0 and 2.1 have the same configuration; 2.1 checkpoints also decode
+/// with 2.0's algorithm, but not the other way round, so the better one is the default and the user can say otherwise.
+fn native_algorithm(config: &ModelConfig, special: &SpecialTokens) -> Algorithm {
+    match config.routing {
+        Routing::Block { .. } if special.decoder_ids().delete.is_some() => Algorithm::V22,
+        _ => Algorithm::V21,
+    }
+}
+
+impl Session {
+    /// Takes over what only serving knows.
+    pub fn apply(&mut self, defaults: ServeDefaults) {
+        if let Some(alias) = defaults.alias {
+            self.model_id = alias;
+        }
+        self.default_max_tokens = defaults.max_tokens;
+        self.queue_capacity = defaults.queue_capacity;
+    }
+
+    /// Ids that end an output.
+    #[must_use]
+    pub fn stop_ids(&self) -> Arc<[u32]> {
+        Arc::clone(&self.special.stop)
+    }
+
+    /// Tokens that fit after a prompt of `prompt` tokens.
+    pub fn room_after(&self, prompt: usize) -> anyhow::Result<usize> {
+        if prompt == 0 {
+            bail!("the prompt is empty");
+        }
+        match self.context.checked_sub(prompt) {
+            Some(room) if room > 0 => Ok(room),
+            _ => bail!("the prompt has {prompt} tokens, but the context has {}", self.context),
+        }
+    }
+
+    /// Encodes text as it is; control tokens in it become their ids.
+    pub fn encode_raw(&self, text: &str) -> anyhow::Result<Vec<u32>> {
+        Ok(self.tokenizer.encode(text)?)
+    }
+
+    /// Renders messages with the chat template and encodes them; text of messages never becomes control tokens.
+    pub fn encode_chat(
+        &self,
+        messages: Vec<Value>,
+        tools: Option<Vec<Value>>,
+        kwargs: Option<serde_json::Map<String, Value>>,
+    ) -> anyhow::Result<Vec<u32>> {
+        let input = ChatInput { messages, tools: tools.unwrap_or_default(), kwargs: kwargs.unwrap_or_default(), add_generation_prompt: true };
+        Ok(self.tokenizer.encode_pieces(&self.template.render(&input)?)?)
+    }
+}
