@@ -1,0 +1,473 @@
+//! The command line: turns what was typed into what is meant. Nothing outside this file knows `clap`.
+//!
+//! The words are a contract (`docs/architecture.md`, command lines). What a later version will offer is recognised here
+//! and refused with what to use instead, so that a script learns it from one line.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::error::ErrorKind;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use minnow_common::Encoding;
+use minnow_formats::io::IoBackend;
+use minnow_formats::mnw::Level;
+
+use crate::commands::{convert, extract, inspect, synth, validate};
+use crate::pipeline::budget;
+use crate::plan::Choice;
+use crate::synthetic::Preset;
+
+/// One command with everything it needs, already checked.
+#[derive(Debug)]
+pub(crate) enum Command {
+    /// Writes a `.mnw` file from a checkpoint.
+    Convert(convert::Options),
+    /// Says what a checkpoint is.
+    Inspect(inspect::Options),
+    /// Checks a `.mnw` file.
+    Validate(validate::Options),
+    /// Turns a `.mnw` file back into a safetensors folder.
+    Extract(extract::Options),
+    /// Writes a `.mnw` file with random weights.
+    Synth(synth::Options),
+}
+
+/// Why there is no command to run.
+#[derive(Debug)]
+pub(crate) enum Refused {
+    /// Help or version text, wanted by the user.
+    Shown(String),
+    /// One line on what is wrong with the command line.
+    Usage(String),
+}
+
+/// Parses a whole command line, program name included.
+pub(crate) fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Command, Refused> {
+    let typed = Typed::try_parse_from(arguments).map_err(|error| match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Refused::Shown(error.to_string()),
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand | ErrorKind::MissingSubcommand => {
+            Refused::Usage("no command given; see mnwtool --help".to_owned())
+        }
+        _ => Refused::Usage(one_line(&error.to_string())),
+    })?;
+    match typed.command {
+        TypedCommand::Convert(typed) => typed.meant().map(Command::Convert),
+        TypedCommand::Inspect(typed) => Ok(Command::Inspect(inspect::Options {
+            path: typed.path,
+            tensors: typed.tensors,
+            stats: typed.stats,
+            json: typed.json,
+        })),
+        TypedCommand::Validate(typed) => Ok(Command::Validate(validate::Options {
+            file: typed.file,
+            level: match typed.level {
+                TypedLevel::Open => Level::Open,
+                TypedLevel::Validate => Level::Validate,
+                TypedLevel::Strict => Level::Strict,
+            },
+            workers: budget::worker_count(typed.workers),
+            json: typed.json,
+        })),
+        TypedCommand::Extract(typed) => Ok(Command::Extract(extract::Options {
+            file: typed.file,
+            folder: typed.folder,
+            float: typed.dtype.into(),
+            shard_bytes_max: typed.shard_mib << 20,
+            workers: budget::worker_count(typed.workers),
+            json: typed.json,
+            progress: !typed.no_progress,
+        })),
+        TypedCommand::Synth(typed) => typed.meant().map(Command::Synth),
+        TypedCommand::Compare(_) => later("the command compare", "inspect --stats on both files"),
+        TypedCommand::Publish(_) => later("the command publish", "the Hugging Face client hf upload"),
+        TypedCommand::Push(_) => later("the command push", "the Hugging Face client hf upload"),
+        TypedCommand::Pull(_) => later("the command pull", "the Hugging Face client hf download"),
+    }
+}
+
+fn later<T>(what: &str, instead: &str) -> Result<T, Refused> {
+    Err(Refused::Usage(format!("{what} is not available in this version; use {instead}")))
+}
+
+/// The message of a `clap` error without its headline word, usage and advice, on one line.
+fn one_line(rendered: &str) -> String {
+    let message = rendered.strip_prefix("error: ").unwrap_or(rendered);
+    let lines =
+        message.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more"));
+    lines.filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ")
+}
+
+/// Converts, inspects, validates and extracts LLaDA2.x checkpoints.
+#[derive(Debug, Parser)]
+#[command(name = "mnwtool", version, max_term_width = 100, subcommand_required = true)]
+struct Typed {
+    #[command(subcommand)]
+    command: TypedCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum TypedCommand {
+    /// Convert a safetensors folder or a .mnw file into a .mnw file
+    Convert(TypedConvert),
+    /// Describe a .mnw file, a safetensors file or a folder
+    Inspect(TypedInspect),
+    /// Check a .mnw file
+    Validate(TypedValidate),
+    /// Write a .mnw file's assets and tensors into a new safetensors folder
+    Extract(TypedExtract),
+    /// Write a .mnw file with random weights of realistic scale
+    Synth(TypedSynth),
+    #[command(hide = true)]
+    Compare(Anything),
+    #[command(hide = true)]
+    Publish(Anything),
+    #[command(hide = true)]
+    Push(Anything),
+    #[command(hide = true)]
+    Pull(Anything),
+}
+
+/// The arguments of a command that does not exist yet.
+#[derive(Debug, Args)]
+struct Anything {
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
+    _arguments: Vec<OsString>,
+}
+
+/// What experts become, and how: shared by convert and synth.
+#[derive(Debug, Args)]
+struct TypedChoice {
+    /// Encoding of the routed experts
+    #[arg(long, value_name = "ENCODING", value_enum, default_value = "original")]
+    experts: TypedExperts,
+    /// Elements that share a scale: 16, 32, 64 or 128; 0 for the default (128, or 16 for nvfp4)
+    #[arg(long, value_name = "N", value_parser = group_size, default_value = "0")]
+    group_size: u64,
+    /// Order of quantized elements: tensor-core tiles or plain rows [default: mma]
+    #[arg(long, value_name = "LAYOUT", value_enum)]
+    quant_layout: Option<TypedLayout>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum TypedExperts {
+    Original,
+    Int8,
+    Int4,
+    Nvfp4,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum TypedLayout {
+    Mma,
+    Row,
+}
+
+fn group_size(typed: &str) -> Result<u64, String> {
+    match typed.parse() {
+        Ok(group @ (0 | 16 | 32 | 64 | 128)) => Ok(group),
+        _ => Err("expected 16, 32, 64, 128, or 0 for the default".to_owned()),
+    }
+}
+
+impl TypedChoice {
+    fn meant(&self) -> Result<Choice, Refused> {
+        let experts = match (self.experts, self.quant_layout) {
+            (TypedExperts::Original, None) => None,
+            (TypedExperts::Original, Some(_)) => {
+                return Err(Refused::Usage("--quant-layout needs --experts int8 or --experts int4".to_owned()));
+            }
+            (TypedExperts::Nvfp4, Some(TypedLayout::Row)) => {
+                return Err(Refused::Usage(
+                    "--quant-layout row does not exist for --experts nvfp4; use mma".to_owned(),
+                ));
+            }
+            (TypedExperts::Int8, Some(TypedLayout::Row)) => Some(Encoding::I8Sym),
+            (TypedExperts::Int8, _) => Some(Encoding::I8Mma),
+            (TypedExperts::Int4, Some(TypedLayout::Row)) => Some(Encoding::I4Sym),
+            (TypedExperts::Int4, _) => Some(Encoding::I4Mma),
+            (TypedExperts::Nvfp4, _) => Some(Encoding::Nvfp4),
+        };
+        if experts == Some(Encoding::Nvfp4) && !matches!(self.group_size, 0 | 16) {
+            let message = format!("--group-size {} does not fit --experts nvfp4, whose groups are 16", self.group_size);
+            return Err(Refused::Usage(message));
+        }
+        Ok(Choice { experts, group: self.group_size })
+    }
+}
+
+#[derive(Debug, Args)]
+struct TypedConvert {
+    /// A safetensors folder (or file), or a .mnw file
+    source: PathBuf,
+    /// The .mnw file to write
+    output: PathBuf,
+    #[command(flatten)]
+    choice: TypedChoice,
+    /// JSON list of {prefix, encoding, group_size}; the last rule whose prefix matches a tensor decides
+    #[arg(long, value_name = "FILE")]
+    tensor_rules: Option<PathBuf>,
+    /// How codes are chosen: rtn rounds to nearest
+    #[arg(long, value_name = "QUALITY", value_enum, default_value = "rtn")]
+    quality: TypedQuality,
+    /// Threads that quantize, at most 64; 0 for one per CPU, at most 8
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
+    workers: u64,
+    /// How the source is read: auto, uring, direct, buffered or mmap
+    #[arg(long, value_name = "BACKEND", default_value = "auto")]
+    io: IoBackend,
+    /// Name stored in the file instead of the source's last path component
+    #[arg(long, value_name = "TEXT")]
+    model_id: Option<String>,
+    /// Make every check and print the plan, but write nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Continue an interrupted conversion
+    #[arg(long, hide = true)]
+    resume: bool,
+    /// Replace an existing output, atomically, once the new file is complete
+    #[arg(long)]
+    force: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Show no progress bar
+    #[arg(long)]
+    no_progress: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum TypedQuality {
+    Rtn,
+    Search,
+}
+
+impl TypedConvert {
+    fn meant(self) -> Result<convert::Options, Refused> {
+        if self.quality == TypedQuality::Search {
+            return later("--quality search", "--quality rtn");
+        }
+        if self.resume {
+            return later("--resume", "a fresh conversion without it");
+        }
+        Ok(convert::Options {
+            choice: self.choice.meant()?,
+            source: self.source,
+            output: self.output,
+            rules_file: self.tensor_rules,
+            workers: budget::worker_count(self.workers),
+            io: self.io,
+            model_id: self.model_id,
+            dry_run: self.dry_run,
+            force: self.force,
+            json: self.json,
+            progress: !self.no_progress,
+        })
+    }
+}
+
+#[derive(Debug, Args)]
+struct TypedInspect {
+    /// A .mnw file, a safetensors file or a folder
+    path: PathBuf,
+    /// List every tensor
+    #[arg(long)]
+    tensors: bool,
+    /// Read every tensor: smallest, largest, root mean square, share of zeros
+    #[arg(long)]
+    stats: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+struct TypedValidate {
+    /// The .mnw file
+    file: PathBuf,
+    /// open: structure; validate: and digests and scales; strict: and the canonical layout
+    #[arg(long, value_name = "LEVEL", value_enum, default_value = "validate")]
+    level: TypedLevel,
+    /// Threads that read and hash, at most 64; 0 for one per CPU, at most 8
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
+    workers: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum TypedLevel {
+    Open,
+    Validate,
+    Strict,
+}
+
+#[derive(Debug, Args)]
+struct TypedExtract {
+    /// The .mnw file
+    file: PathBuf,
+    /// The folder to make; may exist if it is empty
+    #[arg(value_name = "DIR")]
+    folder: PathBuf,
+    /// What quantized tensors become; floating tensors are kept as stored
+    #[arg(long, value_name = "TYPE", value_enum, default_value = "bf16")]
+    dtype: TypedFloat,
+    /// The largest safetensors file to write, in MiB
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=1 << 20), default_value = "4096")]
+    shard_mib: u64,
+    /// Threads that decode, at most 64; 0 for one per CPU, at most 8
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
+    workers: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Show no progress bar
+    #[arg(long)]
+    no_progress: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum TypedFloat {
+    Bf16,
+    F32,
+}
+
+impl From<TypedFloat> for minnow_common::FloatType {
+    fn from(typed: TypedFloat) -> Self {
+        match typed {
+            TypedFloat::Bf16 => Self::Bf16,
+            TypedFloat::F32 => Self::F32,
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+struct TypedSynth {
+    /// The .mnw file to write
+    output: PathBuf,
+    /// Which released configuration to imitate
+    #[arg(long, value_name = "PRESET", value_enum)]
+    preset: TypedPreset,
+    #[command(flatten)]
+    choice: TypedChoice,
+    /// Number that all weights are derived from
+    #[arg(long, value_name = "N", default_value = "1")]
+    seed: u64,
+    /// Make only the first N layers
+    #[arg(long, value_name = "N")]
+    layers: Option<usize>,
+    /// Threads that make weights, at most 64; 0 for one per CPU, at most 8
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
+    workers: u64,
+    /// Replace an existing output, atomically, once the new file is complete
+    #[arg(long)]
+    force: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Show no progress bar
+    #[arg(long)]
+    no_progress: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum TypedPreset {
+    Tiny,
+    Mini,
+    Flash,
+}
+
+impl TypedSynth {
+    fn meant(self) -> Result<synth::Options, Refused> {
+        let preset = match self.preset {
+            TypedPreset::Tiny => Preset::Tiny,
+            TypedPreset::Mini => Preset::Mini,
+            TypedPreset::Flash => Preset::Flash,
+        };
+        let layers = self.layers.unwrap_or(preset.layers());
+        if !(1..=preset.layers()).contains(&layers) {
+            let message =
+                format!("--layers {layers} does not fit --preset {}: expected 1 to {}", preset.name(), preset.layers());
+            return Err(Refused::Usage(message));
+        }
+        Ok(synth::Options {
+            choice: self.choice.meant()?,
+            output: self.output,
+            preset,
+            seed: self.seed,
+            layers,
+            workers: budget::worker_count(self.workers),
+            force: self.force,
+            json: self.json,
+            progress: !self.no_progress,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(line: &str) -> Result<Command, Refused> {
+        parse(std::iter::once("mnwtool").chain(line.split_whitespace()).map(OsString::from))
+    }
+
+    fn refusal(line: &str) -> String {
+        match parsed(line) {
+            Err(Refused::Usage(message)) => message,
+            other => panic!("{line}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn experts_and_layout_name_an_encoding() {
+        for (flags, expected) in [
+            ("", None),
+            ("--experts original", None),
+            ("--experts int8", Some(Encoding::I8Mma)),
+            ("--experts int8 --quant-layout row", Some(Encoding::I8Sym)),
+            ("--experts int4 --quant-layout mma", Some(Encoding::I4Mma)),
+            ("--experts int4 --quant-layout row", Some(Encoding::I4Sym)),
+            ("--experts nvfp4 --group-size 16", Some(Encoding::Nvfp4)),
+        ] {
+            let Ok(Command::Convert(options)) = parsed(&format!("convert a b {flags}")) else { panic!("{flags}") };
+            assert_eq!(options.choice.experts, expected, "{flags}");
+        }
+    }
+
+    #[test]
+    fn a_bad_value_is_one_line_with_flag_and_value() {
+        for (line, words) in [
+            ("convert a b --experts int5", &["int5", "--experts", "int4"][..]),
+            ("convert a b --group-size 48", &["48", "--group-size", "128"]),
+            ("convert a b --workers 65", &["65", "--workers", "64"]),
+            ("convert a b --workers -1", &["-1"]),
+            ("convert a b --io floppy", &["floppy", "--io"]),
+            ("convert a b --experts nvfp4 --quant-layout row", &["--quant-layout row", "nvfp4"]),
+            ("convert a b --experts nvfp4 --group-size 32", &["--group-size 32", "nvfp4"]),
+            ("convert a b --quant-layout row", &["--quant-layout"]),
+            ("convert a b --quality search", &["--quality search", "not available", "rtn"]),
+            ("convert a b --resume", &["--resume", "not available"]),
+            ("convert a", &["OUTPUT"]),
+            ("compare a b --json", &["compare", "not available", "inspect"]),
+            ("push --to x", &["push", "not available"]),
+            ("synth a --preset huge", &["huge", "--preset"]),
+            ("synth a --preset tiny --layers 9", &["--layers 9", "tiny"]),
+            ("validate a --level paranoid", &["paranoid", "--level"]),
+            ("frobnicate", &["frobnicate"]),
+            ("", &["no command"]),
+        ] {
+            let message = refusal(line);
+            assert!(!message.contains('\n'), "{line}: {message}");
+            for word in words {
+                assert!(message.contains(word), "{line}: {message}");
+            }
+        }
+    }
+
+    #[test]
+    fn help_is_not_an_error() {
+        assert!(matches!(parsed("convert --help"), Err(Refused::Shown(text)) if text.contains("--tensor-rules")));
+        assert!(matches!(parsed("--version"), Err(Refused::Shown(_))));
+    }
+}
