@@ -1,1 +1,4 @@
-//! Tests of this area; see the modules.
+//! The two programs as a user sees them: arguments, messages, exit codes, files.
+
+mod mnwtool;
+mod mnwtool_refusals;

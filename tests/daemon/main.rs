@@ -1,1 +1,6 @@
 //! Tests of this area; see the modules.
+
+mod decoder;
+mod http;
+mod model;
+mod text;

@@ -1,1 +1,9 @@
-//! Tests of this area; see the modules.
+//! `.mnw`, safetensors and file access, against the golden and hostile files.
+
+mod allocation;
+mod containers;
+mod hostile;
+mod io;
+mod mutation;
+mod safetensors;
+mod writer;

@@ -1,1 +1,6 @@
-//! Tests of this area; see the modules.
+//! The kernels against golden data, against the oracle, and against themselves in other company.
+
+mod codec;
+mod conformance;
+mod invariance;
+mod routing;

@@ -1,1 +1,3 @@
-//! Tests of this area; see the modules.
+//! Conversions end to end: golden bytes, and what holds whatever the number of workers.
+
+mod conversions;

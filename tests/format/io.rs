@@ -1,0 +1,192 @@
+//! File access: every backend gives the same bytes, and says what is wrong with a file that it cannot read.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Arc;
+
+use minnow_common::FileOffset;
+use minnow_common::random::mix64;
+use minnow_formats::io::{self, AlignedBuffer, IoBackend, IoError, ReadAt, ReadQueue, ReadRequest, SyncQueue};
+
+/// Lengths around blocks, pages and the size of a bounce buffer.
+const FILE_BYTES: [usize; 6] = [0, 1, 511, 4096, 70_001, (9 << 20) + 13];
+
+/// Folders on different file systems, as far as this machine has them.
+fn folders() -> Vec<tempfile::TempDir> {
+    let mut folders = vec![tempfile::tempdir().unwrap(), tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap()];
+    match tempfile::tempdir_in("/dev/shm") {
+        Ok(folder) => folders.push(folder),
+        Err(error) => eprintln!("skipped: /dev/shm is not writable: {error}"),
+    }
+    folders
+}
+
+fn pattern(bytes: usize) -> Vec<u8> {
+    (0..bytes as u64).map(|index| mix64(index / 8).to_le_bytes()[(index % 8) as usize]).collect()
+}
+
+fn file(folder: &Path, bytes: usize) -> (PathBuf, Vec<u8>) {
+    let path = folder.join(format!("{bytes}.bin"));
+    let content = pattern(bytes);
+    fs::write(&path, &content).unwrap();
+    (path, content)
+}
+
+/// The backends that work for this file; `auto` always does. Direct reads may be refused by the file system.
+fn open_all(path: &Path) -> Vec<Arc<dyn ReadAt>> {
+    let mut files = Vec::new();
+    for backend in [IoBackend::Auto, IoBackend::Buffered, IoBackend::Mmap, IoBackend::Direct] {
+        match io::open(path, backend) {
+            Ok(file) => files.push(file),
+            Err(error @ IoError::DirectRefused { .. }) => eprintln!("skipped: {error}"),
+            Err(error) => panic!("{error}"),
+        }
+    }
+    files
+}
+
+#[test]
+fn every_backend_reads_the_same_bytes_at_any_offset_and_length() {
+    for folder in folders() {
+        for bytes in FILE_BYTES {
+            let (path, content) = file(folder.path(), bytes);
+            for opened in open_all(&path) {
+                assert_eq!(opened.len(), bytes as u64);
+                if let Some(whole) = opened.as_slice() {
+                    assert_eq!(whole, content);
+                }
+                let mut spans = vec![(0, bytes), (bytes, 0), (bytes / 2, bytes - bytes / 2)];
+                spans.extend((0..40).map(|i| {
+                    let start = mix64(i) as usize % (bytes + 1);
+                    (start, mix64(i + 100) as usize % (bytes - start + 1))
+                }));
+                // Into memory at an odd address, and at a page boundary.
+                let mut odd = vec![0; bytes + 1];
+                let mut aligned = AlignedBuffer::new(bytes);
+                for (start, length) in spans {
+                    for out in [&mut odd[1..=length], &mut aligned[..length]] {
+                        out.fill(0xee);
+                        opened.read_exact_at(FileOffset(start as u64), out).unwrap();
+                        assert!(*out == content[start..start + length], "{opened:?} {start}+{length}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn reads_may_run_in_several_threads() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, content) = file(folder.path(), (9 << 20) + 13);
+    for opened in open_all(&path) {
+        std::thread::scope(|scope| {
+            for thread in 0..8 {
+                let (opened, content) = (&opened, &content);
+                scope.spawn(move || {
+                    let start = 1000 * thread + 1;
+                    let mut out = vec![0; 8 << 20];
+                    opened.read_exact_at(FileOffset(start as u64), &mut out).unwrap();
+                    assert!(out == content[start..start + out.len()], "{opened:?}");
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn a_queue_gives_every_read_back_with_its_tag() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, content) = file(folder.path(), 70_001);
+    for opened in open_all(&path) {
+        let mut queue = SyncQueue::new(4);
+        let mut buffers: Vec<AlignedBuffer> =
+            (0..4).map(|_| AlignedBuffer::new(ReadRequest::buffer_bytes(999))).collect();
+        let (mut next, mut done) = (0u64, 0);
+        while done < 70 {
+            while next < 70
+                && let Some(buffer) = buffers.pop()
+            {
+                let offset = FileOffset(next * 1000 + 1);
+                queue.submit(ReadRequest { file: opened.clone(), offset, bytes: 999, buffer, tag: next }).unwrap();
+                next += 1;
+            }
+            let completion = queue.complete().unwrap();
+            let start = completion.tag as usize * 1000 + 1;
+            assert_eq!(completion.bytes().unwrap(), &content[start..start + 999]);
+            buffers.push(completion.buffer);
+            done += 1;
+        }
+        assert!(queue.complete().is_none());
+    }
+}
+
+#[test]
+fn reads_past_the_end_name_file_offset_and_lengths() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, _) = file(folder.path(), 4096);
+    for opened in open_all(&path) {
+        for (offset, bytes) in [(4090, 7), (4097, 0), (u64::MAX, 1), (u64::MAX - 3, 8)] {
+            let error = opened.read_exact_at(FileOffset(offset), &mut vec![0; bytes]).unwrap_err();
+            assert!(matches!(error, IoError::OutsideFile { file_bytes: 4096, .. }), "{error}");
+            let message = error.to_string();
+            assert!(message.contains("4096.bin") && message.contains(&format!("{offset:#x}")), "{message}");
+        }
+    }
+}
+
+#[test]
+fn a_file_cut_short_after_it_was_opened_is_noticed() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, _) = file(folder.path(), 70_001);
+    for backend in [IoBackend::Auto, IoBackend::Buffered] {
+        fs::write(&path, pattern(70_001)).unwrap();
+        let opened = io::open(&path, backend).unwrap();
+        fs::OpenOptions::new().write(true).open(&path).unwrap().set_len(5000).unwrap();
+        let error = opened.read_exact_at(FileOffset(1), &mut [0; 70_000]).unwrap_err();
+        assert!(matches!(error, IoError::CutShort { expected: 70_001, found: 5000, .. }), "{error}");
+    }
+}
+
+#[test]
+fn only_regular_files_are_opened_and_a_fifo_blocks_no_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let fifo = folder.path().join("fifo");
+    assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+    for backend in [IoBackend::Auto, IoBackend::Direct, IoBackend::Buffered, IoBackend::Mmap] {
+        for (path, kind) in [(folder.path(), "directory"), (&fifo, "FIFO"), (Path::new("/dev/zero"), "device")] {
+            let error = io::open(path, backend).unwrap_err();
+            assert!(matches!(error, IoError::NotRegular { kind: found, .. } if found == kind), "{error}");
+        }
+        let error = io::open(&folder.path().join("absent"), backend).unwrap_err().to_string();
+        assert!(error.ends_with("absent: cannot be opened: ENOENT, no such file or directory"), "{error}");
+    }
+}
+
+#[test]
+fn auto_falls_back_with_cause_and_a_named_backend_fails() {
+    // Files of the process file system are regular, and have no direct reads on any kernel.
+    let path = Path::new("/proc/self/status");
+    let auto = io::open(path, IoBackend::Auto).unwrap();
+    assert_eq!(auto.backend(), "buffered");
+    let note = auto.fallback().unwrap();
+    for part in ["/proc/self/status", "proc (", "EINVAL", "page cache"] {
+        assert!(note.contains(part), "{note}");
+    }
+    let error = io::open(path, IoBackend::Direct).unwrap_err();
+    assert!(matches!(&error, IoError::DirectRefused { file_system, .. } if file_system == "proc"), "{error}");
+
+    let error = io::open(path, IoBackend::Uring).unwrap_err().to_string();
+    assert!(error.contains("io_uring is not built into this version"), "{error}");
+    let buffered = io::open(path, IoBackend::Buffered).unwrap();
+    assert_eq!((buffered.backend(), buffered.fallback()), ("buffered", None));
+}
+
+#[test]
+fn backend_names_round_trip() {
+    for backend in IoBackend::ALL {
+        assert_eq!(backend.to_string().parse(), Ok(backend));
+    }
+    assert!("Direct".parse::<IoBackend>().is_err());
+}
