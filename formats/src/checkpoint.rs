@@ -19,7 +19,7 @@ use crate::digest::Digest;
 use crate::io::{self, IoBackend, IoError, ReadAt};
 use crate::mnw::{self, BadScale, Container, MnwError, RegionPart};
 use crate::names::{OPTIONAL_ASSETS, REQUIRED_ASSETS};
-use crate::safetensors::{self, Folder, FolderError};
+use crate::safetensors::{Folder, FolderError, StoredFloat, folder_of, open_file, open_folder};
 
 /// The longest text file read from a folder. Tokenizers of a million entries stay below; all of them together must
 /// fit a manifest of 128 MiB.
@@ -172,7 +172,7 @@ impl Checkpoint {
     pub fn open(path: &Path, backend: IoBackend) -> Result<Self, OpenError> {
         let path_id = last_component(path);
         if path.is_dir() {
-            let opened = safetensors::open_folder(path, backend).map_err(OpenError::from)?;
+            let opened = open_folder(path, backend).map_err(OpenError::from)?;
             return Self::from_folder(path, opened, path_id);
         }
         let file = io::open(path, backend)?;
@@ -182,8 +182,8 @@ impl Checkpoint {
             magic == mnw::MAGIC
         };
         if !has_magic && path.extension() == Some(OsStr::new("safetensors")) {
-            let opened = safetensors::open_file(path, backend).map_err(OpenError::from)?;
-            return Self::from_folder(&safetensors::folder_of(path), opened, path_id);
+            let opened = open_file(path, backend).map_err(OpenError::from)?;
+            return Self::from_folder(&folder_of(path), opened, path_id);
         }
         Self::from_mnw(file, path_id)
     }
@@ -227,7 +227,7 @@ impl Checkpoint {
         let (assets, dropped_assets) = read_assets(folder)?;
         let config = ModelConfig::from_json(&assets["config.json"])
             .map_err(|error| OpenError::Config { folder: folder.display().to_string(), error })?;
-        let stored = |(name, (file, tensor)): (String, (usize, safetensors::StoredFloat))| {
+        let stored = |(name, (file, tensor)): (String, (usize, StoredFloat))| {
             let data = Span { offset: tensor.offset, bytes: tensor.spec.data_bytes() };
             (name, StoredTensor { spec: tensor.spec, file, data, scales: None, digests: None })
         };

@@ -113,6 +113,12 @@ impl Opened {
         for warning in checkpoint.warnings() {
             warn!("{warning}");
         }
+        for asset in checkpoint.dropped_assets() {
+            warn!("{name}: {asset} is not readable text and is ignored");
+        }
+        if let Some(cause) = checkpoint.fallback() {
+            warn!("{cause}");
+        }
         if checkpoint.config().block_size != BLOCK {
             bail!("{name}: blocks of {} positions are not supported, only {BLOCK}", checkpoint.config().block_size);
         }

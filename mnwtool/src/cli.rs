@@ -92,8 +92,8 @@ fn later<T>(what: &str, instead: &str) -> Result<T, Refused> {
 /// The message of a `clap` error without its headline word, usage and advice, on one line.
 fn one_line(rendered: &str) -> String {
     let message = rendered.strip_prefix("error: ").unwrap_or(rendered);
-    let lines =
-        message.lines().map(str::trim).take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more"));
+    let advice = |line: &&str| ["tip:", "Usage:", "For more"].iter().any(|start| line.starts_with(start));
+    let lines = message.lines().map(str::trim).take_while(|line| !advice(line));
     lines.filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ")
 }
 

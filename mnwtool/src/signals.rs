@@ -1,4 +1,5 @@
-//! SIGINT and SIGTERM: the first asks the running command to stop and clean up, the second ends the program at once.
+//! SIGINT and SIGTERM: the first asks the running command to stop and clean up. The second ends the program at once, for
+//! a disk that hangs; only then may a temporary file stay behind.
 
 use std::io;
 use std::sync::Arc;

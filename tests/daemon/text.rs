@@ -323,7 +323,9 @@ fn a_call_that_the_prompt_began_is_completed_by_the_output() {
     ] {
         let dialect = template.dialect().unwrap();
         let opening = dialect.call_opening(name, 2);
-        let mut rendered = template.render(&ChatInput { messages: vec![json!({"role": "user", "content": "<role>"})], ..ChatInput::default() }).unwrap();
+        let mut rendered = template
+            .render(&ChatInput { messages: vec![json!({"role": "user", "content": "<role>"})], ..ChatInput::default() })
+            .unwrap();
         let before = tokenizer.encode_pieces(&rendered).unwrap();
         rendered.push_control(&opening);
         let prompt = tokenizer.encode_pieces(&rendered).unwrap();
@@ -331,12 +333,17 @@ fn a_call_that_the_prompt_began_is_completed_by_the_output() {
         assert_eq!(begun, tokenizer.encode(&opening).unwrap());
         let ids = tokenizer.encode(&rest).unwrap();
         let tools = ToolParsing { dialect, declared: Some(vec!["f".to_owned()]), calls_max: None };
-        let output = OutputText::plain(&tokenizer, &[]).with_tools(tools).starting_with(begun);
-        let (answer, output) = receive(output, &ids, &[1]);
+        let output = || OutputText::plain(&tokenizer, &[]).with_tools(tools.clone());
+        let mut opened = output();
+        let mut deltas = opened.begin_with(begun);
+        assert_eq!(opened.text_tokens(), 0, "the prompt is not counted");
+        deltas.extend(opened.push(&ids));
+        deltas.extend(opened.finish());
+        let (answer, whole) = receive(output(), &[begun, &ids].concat(), &[]);
+        assert_eq!(collect(deltas), answer);
         let call = Call { name: "f".to_owned(), arguments: "{\"x\": 1}".to_owned(), is_complete: true };
         assert_eq!(answer, Answer { content: String::new(), calls: vec![call] });
-        assert_eq!(output.parse_error(), None);
-        assert!(output.text_tokens() <= ids.len());
+        assert_eq!((opened.parse_error(), whole.parse_error()), (None, None));
     }
 }
 
@@ -488,7 +495,7 @@ struct Call {
     is_complete: bool,
 }
 
-/// Pushes `ids` in pieces that end at `cuts`, and checks that indices count up and calls are not mixed.
+/// Pushes `ids` in pieces that end at `cuts`.
 fn receive(mut output: OutputText, ids: &[u32], cuts: &[usize]) -> (Answer, OutputText) {
     let mut deltas = Vec::new();
     let mut start = 0;
@@ -498,6 +505,11 @@ fn receive(mut output: OutputText, ids: &[u32], cuts: &[usize]) -> (Answer, Outp
     }
     deltas.extend(output.finish());
     assert_eq!(output.finish(), [], "an output ends once");
+    (collect(deltas), output)
+}
+
+/// Puts deltas together, and checks that indices count up and calls are not mixed.
+fn collect(deltas: Vec<Delta>) -> Answer {
     let mut answer = Answer::default();
     for delta in deltas {
         let last = answer.calls.len().checked_sub(1);
@@ -520,7 +532,7 @@ fn receive(mut output: OutputText, ids: &[u32], cuts: &[usize]) -> (Answer, Outp
             }
         }
     }
-    (answer, output)
+    answer
 }
 
 /// Parses `raw` of the tiny model, where `f` is the only function, at every cut. Calls are written `f(ARGUMENTS)`, an

@@ -66,8 +66,9 @@ impl LinearCase {
         Self { name, x, w, expected }
     }
 
-    /// Each of the `k` additions of a sum near one adds an error of up to a rounding, with either sign, so the errors
-    /// grow like a random walk: eight times the square root of their number has never been seen to be reached.
+    /// Each of the `k` additions to partial sums of about one adds an error of up to a rounding, with either sign, so
+    /// the errors grow like a random walk, with the square root of their number. The factor covers larger partial sums
+    /// and unlucky walks.
     #[must_use]
     pub fn tolerance(&self) -> Tolerance {
         let additions = self.w.view().cols() as f32;

@@ -14,7 +14,7 @@ use std::collections::HashSet;
 
 use minijinja::value::{Kwargs, Value as Object};
 use minijinja::{AutoEscape, Environment, ErrorKind, UndefinedBehavior};
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 use thiserror::Error;
 
 use super::json::{Style, dumps};
@@ -104,13 +104,11 @@ impl Template {
         environment
             .add_template_owned("chat_template", source.to_owned())
             .map_err(|error| TemplateError::Syntax(error.to_string()))?;
-        Ok(Self {
-            environment,
-            source: source.to_owned(),
-            takes_tool_text: source.contains("tools_ts_str"),
-            dialect: Dialect::of(source, tokenizer),
-            added: Added::new(tokenizer.added()),
-        })
+        let takes_tool_text = source.contains("tools_ts_str");
+        let (source, added) = (source.to_owned(), Added::new(tokenizer.added()));
+        let mut template = Self { environment, source, takes_tool_text, dialect: None, added };
+        template.dialect = template.probe_dialect(tokenizer);
+        Ok(template)
     }
 
     /// The template as the checkpoint has it.
@@ -123,6 +121,23 @@ impl Template {
     #[must_use]
     pub fn dialect(&self) -> Option<Dialect> {
         self.dialect
+    }
+
+    /// Renders a call and looks at what comes out. A template may know several ways; this is the one it takes.
+    fn probe_dialect(&self, tokenizer: &Tokenizer) -> Option<Dialect> {
+        let call = json!({"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}});
+        let messages = vec![
+            json!({"role": "user", "content": ""}),
+            json!({"role": "assistant", "content": "", "tool_calls": [call]}),
+        ];
+        let text = self.render(&ChatInput { messages, ..ChatInput::default() }).ok()?.text();
+        let is_written = |markers: &[&str]| markers.iter().all(|marker| text.contains(marker));
+        let has_tokens = || Dialect::SECTION_MARKERS.iter().all(|marker| tokenizer.id(marker).is_some());
+        if is_written(&Dialect::SECTION_MARKERS) && has_tokens() {
+            Some(Dialect::Sections)
+        } else {
+            is_written(&Dialect::TAGS).then_some(Dialect::Tagged)
+        }
     }
 
     /// Renders a conversation.
@@ -175,17 +190,6 @@ impl Dialect {
             (Self::Sections, Some(name)) => format!("{section}{call}functions.{name}:{calls_before}{arguments}"),
             (Self::Tagged, None) => "<tool_call>\n{\"name\": \"".to_owned(),
             (Self::Tagged, Some(name)) => format!("<tool_call>\n{{\"name\": \"{name}\", \"arguments\": "),
-        }
-    }
-
-    fn of(template: &str, tokenizer: &Tokenizer) -> Option<Self> {
-        let has_token = |text: &&str| tokenizer.id(text).is_some();
-        if template.contains(Self::SECTION_MARKERS[0]) && Self::SECTION_MARKERS.iter().all(has_token) {
-            Some(Self::Sections)
-        } else if template.contains(Self::TAGS[0]) {
-            Some(Self::Tagged)
-        } else {
-            None
         }
     }
 }

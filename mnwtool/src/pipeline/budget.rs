@@ -17,6 +17,8 @@ pub(crate) const DECODED_ELEMENTS: u64 = 1 << 24;
 
 /// Code, stacks, manifest and assets: what the process takes besides the units under way.
 const FIXED_BYTES: u64 = 64 << 20;
+/// What direct reads keep aligned in each thread that reads.
+const READ_BUFFER_BYTES: u64 = 4 << 20;
 
 /// The number of workers meant by `--workers`: 0 stands for one a CPU, at most eight.
 pub(crate) fn worker_count(typed: u64) -> usize {
@@ -35,7 +37,7 @@ pub(crate) fn units_in_flight_max(workers: usize) -> usize {
 /// together, times the units in flight.
 pub(crate) fn memory_bytes_max(plan: &[Planned], workers: usize) -> u64 {
     let largest = plan.iter().map(unit_bytes).max().unwrap_or(0);
-    FIXED_BYTES + units_in_flight_max(workers) as u64 * largest
+    FIXED_BYTES + workers as u64 * READ_BUFFER_BYTES + units_in_flight_max(workers) as u64 * largest
 }
 
 fn unit_bytes(tensor: &Planned) -> u64 {

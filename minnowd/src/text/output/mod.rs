@@ -81,8 +81,6 @@ pub struct OutputText {
     end: Option<End>,
     is_finished: bool,
     text_tokens: usize,
-    /// What the beginning of the output led to before the first push.
-    pending: Vec<Delta>,
 }
 
 impl OutputText {
@@ -102,7 +100,6 @@ impl OutputText {
             end: None,
             is_finished: false,
             text_tokens: 0,
-            pending: Vec::new(),
         }
     }
 
@@ -153,18 +150,9 @@ impl OutputText {
         self
     }
 
-    /// Begins the output with ids that stood at the end of the prompt: the opening of a call that must be made. What
-    /// they lead to comes out with the first push.
-    #[must_use]
-    pub fn starting_with(mut self, ids: &[u32]) -> Self {
-        self.pending = self.push(ids);
-        self.text_tokens = 0;
-        self
-    }
-
     /// Takes committed ids. After an end from within, the rest is ignored.
     pub fn push(&mut self, ids: &[u32]) -> Vec<Delta> {
-        let mut deltas = std::mem::take(&mut self.pending);
+        let mut deltas = Vec::new();
         for &id in ids {
             if self.end.is_some() || self.is_finished {
                 break;
@@ -180,7 +168,7 @@ impl OutputText {
 
     /// Gives out what was held back: the output is complete.
     pub fn finish(&mut self) -> Vec<Delta> {
-        let mut deltas = std::mem::take(&mut self.pending);
+        let mut deltas = Vec::new();
         if std::mem::replace(&mut self.is_finished, true) || self.is_stopped() {
             return deltas;
         }
