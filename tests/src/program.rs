@@ -121,6 +121,15 @@ impl Server {
         &mut self.child
     }
 
+    /// Sends SIGTERM.
+    ///
+    /// # Panics
+    /// If the process is gone.
+    pub fn terminate(&self) {
+        let id = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(id, rustix::process::Signal::TERM).expect("a running process");
+    }
+
     /// `GET path`
     ///
     /// # Panics

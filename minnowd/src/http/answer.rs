@@ -294,3 +294,67 @@ impl Output {
         json!({"role": "assistant", "content": content, "tool_calls": calls.collect::<Vec<_>>()})
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn calling(deltas: Vec<Delta>, must_call: bool) -> (Output, Vec<Value>) {
+        let mut output = Output::new(must_call);
+        let shown = deltas.into_iter().filter_map(|delta| output.push(delta)).collect();
+        (output, shown)
+    }
+
+    fn call(index: usize) -> Vec<Delta> {
+        let fragment = |text: &str| Delta::CallArguments { index, fragment: text.to_owned() };
+        vec![
+            Delta::CallBegin { index, name: "f".to_owned() },
+            fragment("{\"a\":"),
+            fragment("1}"),
+            Delta::CallEnd { index },
+        ]
+    }
+
+    #[test]
+    fn streamed_calls_and_the_final_message_agree() {
+        let (output, shown) = calling([call(0), call(1)].concat(), false);
+        let calls: Vec<&Value> = shown.iter().map(|delta| &delta["tool_calls"][0]).collect();
+        let indexes: Vec<u64> = calls.iter().filter_map(|call| call["index"].as_u64()).collect();
+        assert_eq!(indexes, [0, 0, 0, 1, 1, 1]);
+        assert_eq!(calls[0]["function"], json!({"name": "f", "arguments": ""}));
+        assert_eq!(calls[1], &json!({"index": 0, "function": {"arguments": "{\"a\":"}}));
+        assert_eq!(output.finish_reason(FinishReason::Stop), Ok("tool_calls"));
+        let message = output.message();
+        assert_eq!(message["content"], Value::Null);
+        assert_eq!(message["tool_calls"][1]["function"]["arguments"], "{\"a\":1}");
+        assert_eq!(message["tool_calls"][0]["id"], calls[0]["id"]);
+        assert_ne!(message["tool_calls"][0]["id"], message["tool_calls"][1]["id"]);
+    }
+
+    #[test]
+    fn a_cut_call_is_shown_as_far_as_it_came() {
+        let (output, _) = calling(call(0)[..2].to_vec(), true);
+        assert_eq!(output.finish_reason(FinishReason::Length), Ok("length"));
+        assert_eq!(output.message()["tool_calls"][0]["function"]["arguments"], "{\"a\":");
+    }
+
+    #[test]
+    fn a_demanded_call_that_was_not_made_is_an_error_with_the_output() {
+        let (output, _) = calling(vec![Delta::Content("No.".to_owned())], true);
+        let error = output.finish_reason(FinishReason::Stop).unwrap_err();
+        assert_eq!(error.code(), Code::ToolChoiceUnsatisfied);
+        assert_eq!(error.body()["error"]["output"], "No.");
+        assert_eq!(output.finish_reason(FinishReason::Length), Ok("length"));
+        let (output, _) = calling(vec![Delta::Content("No.".to_owned())], false);
+        assert_eq!(output.finish_reason(FinishReason::Stop), Ok("stop"));
+        assert_eq!(output.message(), json!({"role": "assistant", "content": "No."}));
+    }
+
+    #[test]
+    fn nothing_measured_is_zero_and_not_infinite() {
+        let timings = Timings { predicted: 5, ..Timings::default() }.object();
+        let members = timings.as_object().unwrap();
+        assert_eq!(members.len(), 9);
+        assert!(members.values().all(|value| value.as_f64().is_some_and(|number| number >= 0.0)));
+    }
+}

@@ -158,7 +158,7 @@ mod tests {
         for (given, is_fine) in [
             (headers(&[]), true),
             (headers(&[(header::CONTENT_TYPE, "text/plain")]), true),
-            (headers(&[origin.clone()]), false),
+            (headers(std::slice::from_ref(&origin)), false),
             (headers(&[origin.clone(), (header::CONTENT_TYPE, "text/plain")]), false),
             (headers(&[origin, (header::CONTENT_TYPE, "Application/JSON; charset=utf-8")]), true),
         ] {

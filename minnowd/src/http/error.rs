@@ -122,9 +122,12 @@ impl Code {
     }
 }
 
-/// A refusal on its way to the client.
+/// A refusal on its way to the client. Boxed, since every result that may hold one is as large as it.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct ApiError {
+pub(crate) struct ApiError(Box<Refusal>);
+
+#[derive(Clone, Debug, PartialEq)]
+struct Refusal {
     code: Code,
     message: String,
     param: Option<String>,
@@ -134,27 +137,28 @@ pub(crate) struct ApiError {
 impl ApiError {
     /// A refusal that no single field is to blame for.
     pub(crate) fn new(code: Code, message: impl Into<String>) -> Self {
-        Self { code, message: message.into(), param: None, extra: Map::new() }
+        Self(Box::new(Refusal { code, message: message.into(), param: None, extra: Map::new() }))
     }
 
     /// Names the field at fault, as a path such as `messages[2].role`.
     #[must_use]
     pub(crate) fn at(mut self, param: impl Into<String>) -> Self {
-        self.param = Some(param.into());
+        self.0.param = Some(param.into());
         self
     }
 
     /// Adds a member to the error object.
     #[must_use]
     pub(crate) fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
-        self.extra.insert(name.to_owned(), value.into());
+        self.0.extra.insert(name.to_owned(), value.into());
         self
     }
 
     /// The same refusal under another code.
     #[must_use]
-    pub(crate) fn coded(self, code: Code) -> Self {
-        Self { code, ..self }
+    pub(crate) fn coded(mut self, code: Code) -> Self {
+        self.0.code = code;
+        self
     }
 
     /// A bug; what it was is in the log only.
@@ -165,20 +169,20 @@ impl ApiError {
     /// What went wrong, in one word.
     #[cfg(test)]
     pub(crate) fn code(&self) -> Code {
-        self.code
+        self.0.code
     }
 
     /// The status this is answered with.
     pub(crate) fn status(&self) -> StatusCode {
-        self.code.row().0
+        self.0.code.row().0
     }
 
     /// `{"error":{...}}`
     pub(crate) fn body(&self) -> Value {
-        let (_, kind, code) = self.code.row();
-        let mut error = json!({"message": self.message, "type": kind, "param": self.param, "code": code});
+        let (_, kind, code) = self.0.code.row();
+        let mut error = json!({"message": self.0.message, "type": kind, "param": self.0.param, "code": code});
         if let Value::Object(members) = &mut error {
-            members.extend(self.extra.clone());
+            members.extend(self.0.extra.clone());
         }
         json!({ "error": error })
     }
@@ -188,10 +192,10 @@ impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status(), Json(self.body())).into_response();
         let headers = response.headers_mut();
-        if let Some(seconds) = self.code.retry_after() {
+        if let Some(seconds) = self.0.code.retry_after() {
             headers.insert(header::RETRY_AFTER, HeaderValue::from_static(seconds));
         }
-        if self.code.closes() {
+        if self.0.code.closes() {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
         response

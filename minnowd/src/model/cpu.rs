@@ -13,7 +13,10 @@ use minnow_kernels::ops::{self, Heads, RouterRules};
 use minnow_kernels::{codec, oracle};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::{Backend, Batch, Logits, ModelError, Need, Output, PageId, Point, Probe, Recorder, Segment};
+use super::{
+    Backend, Batch, Logits, ModelError, Need, Output, PageId, Point, Probe, Recorder, Segment, check_page_size,
+    read_values, write_values,
+};
 use crate::decoder::{Candidate, Candidates};
 use crate::weights::{Experts, FeedForward, Gated, HeadNorms, Layer, Weights};
 
@@ -73,6 +76,31 @@ impl Backend for Cpu {
     fn describe(&self) -> String {
         let threads = self.threads.current_num_threads();
         format!("cpu ({}, {threads} thread{})", self.isa, if threads == 1 { "" } else { "s" })
+    }
+
+    fn arithmetic(&self) -> String {
+        format!("cpu {}", self.isa)
+    }
+
+    fn page_bytes(&self) -> usize {
+        super::page_bytes(&self.weights.config)
+    }
+
+    fn export_page(&self, page: PageId, out: &mut [u8]) -> Result<(), ModelError> {
+        check_page_size(&self.weights.config, out.len())?;
+        let store = self.pages.get(page.0 as usize).filter(|store| !store.0.is_empty());
+        let store = store.ok_or(ModelError::PageEmpty { page: page.0, count: self.pages.len() })?;
+        write_values(out, &store.0);
+        Ok(())
+    }
+
+    fn import_page(&mut self, page: PageId, bytes: &[u8]) -> Result<(), ModelError> {
+        check_page_size(&self.weights.config, bytes.len())?;
+        let count = self.pages.len();
+        let store = self.pages.get_mut(page.0 as usize).ok_or(ModelError::PageEmpty { page: page.0, count })?;
+        store.0.clear();
+        store.0.extend(read_values(bytes));
+        Ok(())
     }
 
     fn forward(&mut self, batch: &Batch<'_>, probe: Option<&mut dyn Probe>) -> Result<Vec<Output>, ModelError> {

@@ -30,6 +30,21 @@ pub trait Backend: Send {
     /// The device in words, as logs and `/v1/models` show it: `cpu (avx512, 2 threads)`.
     fn describe(&self) -> String;
 
+    /// What decides the bits of its results besides weights and program, in words: `cpu avx512`. Threads do not.
+    fn arithmetic(&self) -> String;
+
+    /// Bytes of one page as [`export_page`](Self::export_page) writes it.
+    fn page_bytes(&self) -> usize;
+
+    /// Copies the K/V of a page that a forward or an import has written into `out: [page_bytes]`. The order of numbers
+    /// is the backend's own; every one is f32, little-endian.
+    fn export_page(&self, page: PageId, out: &mut [u8]) -> Result<(), ModelError>;
+
+    /// Makes `page` what [`export_page`](Self::export_page) gave as `bytes: [page_bytes]`, bit for bit, if they come
+    /// from a backend of the same [`arithmetic`](Self::arithmetic) with the same weights. After an error the page
+    /// holds anything.
+    fn import_page(&mut self, page: PageId, bytes: &[u8]) -> Result<(), ModelError>;
+
     /// Evaluates every segment and writes the K/V of its blocks into its last pages. One output for each segment, in
     /// order. After an error the pages that the batch writes hold anything.
     fn forward(&mut self, batch: &Batch<'_>, probe: Option<&mut dyn Probe>) -> Result<Vec<Output>, ModelError>;
@@ -186,6 +201,22 @@ pub enum ModelError {
         /// Entries of the vocabulary.
         vocab: usize,
     },
+    /// A page to be copied does not exist, or nothing was ever written to it.
+    #[error("page {page} of {count} has no keys and values to copy")]
+    PageEmpty {
+        /// The page.
+        page: u32,
+        /// Pages of the backend.
+        count: usize,
+    },
+    /// A buffer for a page that is not as long as a page.
+    #[error("{found} bytes were given for a page of {expected}")]
+    PageSize {
+        /// Bytes given.
+        found: usize,
+        /// Bytes of a page.
+        expected: usize,
+    },
     /// The reference backend's tensor library refused.
     #[error("the tensor library refused: {0}")]
     Candle(#[from] candle_core::Error),
@@ -305,6 +336,29 @@ impl Logits {
     pub fn rows(&self) -> impl Iterator<Item = &[f32]> {
         self.values.chunks_exact(self.vocab)
     }
+}
+
+/// Bytes of one page of f32: K and V of one block in every layer.
+fn page_bytes(config: &ModelConfig) -> usize {
+    2 * config.num_hidden_layers * config.kv_elements_per_page() * size_of::<f32>()
+}
+
+/// Refuses a buffer that is not as long as a page.
+fn check_page_size(config: &ModelConfig, found: usize) -> Result<(), ModelError> {
+    let expected = page_bytes(config);
+    if found == expected { Ok(()) } else { Err(ModelError::PageSize { found, expected }) }
+}
+
+/// Writes `values: [n]` into `bytes: [4 n]`, little-endian.
+fn write_values(bytes: &mut [u8], values: &[f32]) {
+    for (bytes, value) in bytes.chunks_exact_mut(size_of::<f32>()).zip(values) {
+        bytes.copy_from_slice(&value.to_le_bytes());
+    }
+}
+
+/// The f32 of `bytes`, little-endian.
+fn read_values(bytes: &[u8]) -> impl Iterator<Item = f32> {
+    bytes.as_chunks().0.iter().map(|&bytes| f32::from_le_bytes(bytes))
 }
 
 /// A probe that may be absent, for backends: asks before anything is copied.

@@ -13,7 +13,10 @@ use std::collections::BTreeMap;
 use candle_core::{D, Device, Tensor};
 use minnow_common::{BLOCK, ModelConfig, Routing};
 
-use super::{Backend, Batch, Logits, ModelError, Need, Output, PageId, Point, Probe, Recorder, Segment};
+use super::{
+    Backend, Batch, Logits, ModelError, Need, Output, PageId, Point, Probe, Recorder, Segment, check_page_size,
+    read_values, write_values,
+};
 use crate::decoder::Candidates;
 use crate::weights::{FeedForward, Gated, Layer, Stored, Weights};
 
@@ -136,6 +139,43 @@ impl Backend for Reference {
 
     fn describe(&self) -> String {
         "reference (candle, f32)".to_owned()
+    }
+
+    fn arithmetic(&self) -> String {
+        self.describe()
+    }
+
+    fn page_bytes(&self) -> usize {
+        super::page_bytes(&self.config)
+    }
+
+    /// Layer by layer, keys before values, `[kv_heads, 32, head_dim]` each.
+    fn export_page(&self, page: PageId, out: &mut [u8]) -> Result<(), ModelError> {
+        check_page_size(&self.config, out.len())?;
+        let empty = || ModelError::PageEmpty { page: page.0, count: self.pages.len() };
+        let layers = self.pages.get(page.0 as usize).ok_or_else(empty)?;
+        let share = out.len() / layers.len() / 2;
+        for (layer, bytes) in layers.iter().zip(out.chunks_exact_mut(2 * share)) {
+            let (k, v) = layer.as_ref().ok_or_else(empty)?;
+            for (tensor, bytes) in [k, v].into_iter().zip(bytes.chunks_exact_mut(share)) {
+                write_values(bytes, &values(tensor)?);
+            }
+        }
+        Ok(())
+    }
+
+    fn import_page(&mut self, page: PageId, bytes: &[u8]) -> Result<(), ModelError> {
+        check_page_size(&self.config, bytes.len())?;
+        let count = self.pages.len();
+        let layers = self.pages.get_mut(page.0 as usize).ok_or(ModelError::PageEmpty { page: page.0, count })?;
+        let shape = (self.config.num_key_value_heads, BLOCK, self.config.head_dim);
+        let share = bytes.len() / layers.len() / 2;
+        for (layer, bytes) in layers.iter_mut().zip(bytes.chunks_exact(2 * share)) {
+            let (keys, values) = bytes.split_at(share);
+            let tensor = |bytes| Tensor::from_iter(read_values(bytes), &Device::Cpu)?.reshape(shape);
+            *layer = Some((tensor(keys)?, tensor(values)?));
+        }
+        Ok(())
     }
 
     fn forward(&mut self, batch: &Batch<'_>, probe: Option<&mut dyn Probe>) -> Result<Vec<Output>, ModelError> {
