@@ -2,6 +2,7 @@
 //!
 //! | operation | contract | oracle | cpu |
 //! |---|---|---|---|
+//! | encode | floats to stored weights, bit-exact | [`codec::encode`] | [`codec::Encoder`] |
 //! | decode | stored weights to f32, bit-exact | [`codec::decode_rows`] | `cpu::decode` |
 //! | RMS norm | `x / sqrt(mean(x^2) + eps) * weight`, row by row | [`oracle::rms_norm`] | [`cpu::rms_norm`] |
 //! | rotary tables | cosines and sines of `f32(position) * inv_freq` | [`oracle::rope_tables`] | the oracle |

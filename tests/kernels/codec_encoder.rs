@@ -84,7 +84,8 @@ fn adversarial_values_come_out_the_same() {
         // The largest scales of FP16, the first that overflows, and the smallest.
         for scale in [65_504.0, 65_519.0, 65_519.996, 65_520.0, 65_536.0, scale_min, scale_min * 0.5, scale_min * 2.5] {
             let edge: f32 = scale * limit;
-            matrices.push([edge, edge.next_down(), edge.next_up(), -edge, edge / 2.0, edge / limit, -0.0, 0.0].to_vec());
+            matrices
+                .push([edge, edge.next_down(), edge.next_up(), -edge, edge / 2.0, edge / limit, -0.0, 0.0].to_vec());
         }
     }
     matrices.push(vec![f32::MAX, f32::MIN, f32::MIN_POSITIVE, -f32::MIN_POSITIVE, tiny, -tiny, 0.0, -0.0]);
@@ -125,7 +126,8 @@ fn a_value_that_is_not_finite_is_named_wherever_it_is() {
                 bytes[large..][..float.bytes()].copy_from_slice(&stored(&[1e9], float));
             }
             let source = FloatMatrix::new(&bytes, float, rows, cols).expect("a matrix");
-            let expected = Err(CodecError::NonFinite { row: index / cols, col: index % cols, value: float.widened(bad)[0] });
+            let expected =
+                Err(CodecError::NonFinite { row: index / cols, col: index % cols, value: float.widened(bad)[0] });
             for isa in Isa::present() {
                 for encoding in QUANTIZED {
                     let found = Encoder::new(isa).encode(&source, encoding, group(16));
@@ -198,8 +200,8 @@ fn check(bytes: &[u8], float: FloatType, rows: usize, cols: usize) {
                 assert_same(&found, &expected, &format!("{isa}: {float} {rows} x {cols} as {encoding}/{size}"));
             }
             let Ok(encoded) = expected else { continue };
-            let spec = TensorSpec::new(Shape::matrix(rows as u64, cols as u64), encoding, size, encoded.global_scale)
-                .expect("a spec");
+            let spec =
+                TensorSpec::new(Shape::matrix(rows, cols), encoding, size, encoded.global_scale).expect("a spec");
             let expected = codec::decode(&encoded.data, &encoded.scales, &spec).expect("a tensor");
             for isa in Isa::present() {
                 let mut found = vec![f32::NAN; rows * cols];
@@ -222,11 +224,9 @@ fn assert_same(found: &Result<Encoded, CodecError>, expected: &Result<Encoded, C
         (
             Err(CodecError::NonFinite { row, col, value }),
             Err(CodecError::NonFinite { row: expected_row, col: expected_col, value: expected_value }),
-        ) => assert_eq!(
-            (row, col, value.to_bits()),
-            (expected_row, expected_col, expected_value.to_bits()),
-            "{context}"
-        ),
+        ) => {
+            assert_eq!((row, col, value.to_bits()), (expected_row, expected_col, expected_value.to_bits()), "{context}")
+        }
         _ => assert_eq!(found, expected, "{context}"),
     }
 }

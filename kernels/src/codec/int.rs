@@ -11,7 +11,7 @@ use minnow_common::Encoding;
 use super::layout::{Order, Width};
 
 /// The smallest positive FP16, 2^-24.
-const SCALE_MIN: f32 = f32::from_bits(0x3380_0000);
+pub(super) const SCALE_MIN: f32 = f32::from_bits(0x3380_0000);
 
 /// Bits of the scales that may be stored: positive and finite.
 pub(super) const SCALE_BITS: RangeInclusive<u16> = 1..=0x7bff;
@@ -53,7 +53,7 @@ pub(super) fn encode_row(
 }
 
 /// The scale of a group of largest magnitude `max_abs`. A group of zeros has scale one.
-fn group_scale(max_abs: f32, limit: f32) -> f16 {
+pub(super) fn group_scale(max_abs: f32, limit: f32) -> f16 {
     if max_abs == 0.0 { f16::ONE } else { f16::from_f32((max_abs / limit).max(SCALE_MIN)) }
 }
 

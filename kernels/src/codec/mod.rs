@@ -1,20 +1,29 @@
-//! Float <-> quantized blocks, scalar and bit-exact: the oracle of everything that is faster.
+//! Float <-> quantized blocks, bit-exact: a scalar codec, which is the oracle, and a quick one.
 //!
 //! The arithmetic is section 7 of `docs/format-mnw.md` and the layouts are its section 8; `docs/quant-schemes.md` tells
 //! them in short. A matrix is encoded row by row: the arithmetic of a scheme (`int`, `nvfp4`) turns values into one
 //! code a byte and row-major scales, and `layout` puts both where the encoding stores them. Decoding goes the other
 //! way. Results depend on the values alone: no threads, no fused multiply-add, no table made at run time.
+//!
+//! Converters use [`Encoder`] and [`decode_into`], which give the bits of [`encode`] and [`decode`] from vector
+//! instructions. [`Quality::Search`] is another choice of scales for the same format.
 
+mod encoder;
 mod int;
 mod layout;
 mod nvfp4;
+mod search;
 
 use minnow_common::{Encoding, GroupSize, Shape, ShapeError, TensorSpec, TensorSpecError};
 use thiserror::Error;
 
+use crate::cpu::{self, Isa};
 use crate::matrix::WeightMatrix;
 
+pub use encoder::{Encoder, FloatMatrix};
+pub(crate) use nvfp4::e2m1_nearest;
 pub use nvfp4::{E2M1, e4m3};
+pub use search::{Quality, UnknownQuality};
 
 /// The regions of an encoded matrix, as they lie on disk.
 #[derive(Clone, Debug, PartialEq)]
@@ -80,7 +89,7 @@ pub enum CodecError {
     /// A region or a list of values has the wrong size.
     #[error("{region} has {found} entries where the shape asks for {expected}")]
     Length {
-        /// Which one: `values`, or `data` or `scales` in bytes.
+        /// Which one: `values`, or `source`, `data` or `scales` in bytes.
         region: &'static str,
         /// The size the shape asks for.
         expected: u64,
@@ -143,6 +152,19 @@ pub fn decode(data: &[u8], scales: &[u8], spec: &TensorSpec) -> Result<Vec<f32>,
     let mut out = vec![0.0; matrix.rows() * matrix.cols()];
     decode_rows(&matrix, 0, &mut out);
     Ok(out)
+}
+
+/// [`decode`] by vector instructions, with the same bits, into `out: [rows, cols]`; `isa` is the best set to use.
+/// Allocates nothing. For part of a tensor, give the bytes and the spec of that part: eight rows from a multiple of
+/// eight on, see [`STRIP`], are a tensor of their own.
+pub fn decode_into(isa: Isa, data: &[u8], scales: &[u8], spec: &TensorSpec, out: &mut [f32]) -> Result<(), CodecError> {
+    let matrix = WeightMatrix::new(spec, data, scales)?;
+    let (expected, found) = (spec.shape().elements(), out.len() as u64);
+    if found != expected {
+        return Err(CodecError::Length { region: "values", expected, found });
+    }
+    cpu::decode(isa, &matrix, 0, out);
+    Ok(())
 }
 
 /// Decodes the rows that `out: [count, cols]` has room for, starting at `first_row`. Allocates nothing.

@@ -9,7 +9,7 @@ pub(super) const E4M3_MAX_CODE: u8 = 126;
 /// Code of one.
 const E4M3_ONE: u8 = 0x38;
 /// Largest E2M1 value.
-const E2M1_MAX: f32 = 6.0;
+pub(super) const E2M1_MAX: f32 = 6.0;
 /// The largest magnitude of a matrix divided by its global scale: both largest values multiplied.
 const GLOBAL_DIVISOR: f32 = 2688.0;
 /// Values that share an E4M3 scale.
@@ -17,7 +17,11 @@ const GROUP: usize = 16;
 
 /// The scale of a whole matrix of finite `values`; one for a matrix of zeros.
 pub(super) fn global_scale(values: &[f32]) -> f32 {
-    let max_abs = values.iter().fold(0.0f32, |max, value| max.max(value.abs()));
+    global_scale_of(values.iter().fold(0.0f32, |max, value| max.max(value.abs())))
+}
+
+/// The scale of a matrix of largest magnitude `max_abs`.
+pub(super) fn global_scale_of(max_abs: f32) -> f32 {
     if max_abs == 0.0 { 1.0 } else { (max_abs / GLOBAL_DIVISOR).max(f32::MIN_POSITIVE) }
 }
 
@@ -34,7 +38,7 @@ pub(super) fn encode_row(values: &[f32], global_scale: f32, codes: &mut [u8], sc
 }
 
 /// The scale code of a group. Zeros get one; anything else at least the smallest positive scale.
-fn group_scale(max_abs: f32, global_scale: f32) -> u8 {
+pub(super) fn group_scale(max_abs: f32, global_scale: f32) -> u8 {
     if max_abs == 0.0 { E4M3_ONE } else { e4m3_nearest((max_abs / E2M1_MAX) / global_scale).max(1) }
 }
 
@@ -67,7 +71,7 @@ fn e4m3_nearest(value: f32) -> u8 {
 }
 
 /// Code of the E2M1 value nearest to `value`; ties to the even code, at most 6. The sign is kept, also of zero.
-fn e2m1_nearest(value: f32) -> u8 {
+pub(crate) fn e2m1_nearest(value: f32) -> u8 {
     let magnitude = value.abs();
     let code = u8::from(magnitude > 0.25)
         + u8::from(magnitude >= 0.75)

@@ -61,7 +61,7 @@ impl Isa {
     }
 
     /// Runs `kernel` with the best instruction set that is both present and not above this one.
-    pub(super) fn run<K: Kernel>(self, kernel: K) -> K::Output {
+    pub(crate) fn run<K: Kernel>(self, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
         {
             if self >= Self::Avx512
@@ -81,7 +81,7 @@ impl Isa {
 
 /// A piece of work written over [`Lanes`]. Implementations of `run`, and what they call with `lanes`, are
 /// `#[inline(always)]`: only what is inlined is compiled for the instruction set.
-pub(super) trait Kernel {
+pub(crate) trait Kernel {
     type Output;
 
     fn run<L: Lanes>(self, lanes: L) -> Self::Output;

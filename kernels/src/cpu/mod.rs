@@ -22,5 +22,7 @@ pub use candidates::{candidates, head_candidates};
 pub use decode::decode;
 pub use elementwise::{rms_norm, swiglu};
 pub use experts::{Expert, experts, feed_forward};
+pub(crate) use isa::Kernel;
 pub use isa::{Isa, UnknownIsa};
+pub(crate) use lanes::{LANES, Lanes};
 pub use linear::linear;

@@ -12,14 +12,14 @@ pub(super) use scalar::Scalar;
 pub(super) use x86::{Avx2, Avx512};
 
 /// Number of lanes.
-pub(super) const LANES: usize = 16;
+pub(crate) const LANES: usize = 16;
 
 /// Where each column lies in a row of an `mma` tile, counted in codes: a lane of four codes holds columns
 /// `2 lane + {0, 1, 8, 9}`. Section 8.1 of `docs/format-mnw.md`.
 pub(super) const PLACE_IN_TILE_ROW: [usize; LANES] = [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15];
 
 /// Arithmetic on vectors of sixteen f32.
-pub(super) trait Lanes: Copy + Send + Sync {
+pub(crate) trait Lanes: Copy + Send + Sync {
     /// Sixteen f32; lane 0 is the first element in memory.
     type Vector: Copy;
 
@@ -61,6 +61,23 @@ pub(super) trait Lanes: Copy + Send + Sync {
     fn i4_of_tile(self, nibbles: u64) -> Self::Vector;
     /// Sixteen E2M1 nibbles, lowest first.
     fn e2m1(self, nibbles: u64) -> Self::Vector;
+
+    /// The larger of `max` and the magnitude of `a`, where `max` is not negative. NaN counts as larger than infinity,
+    /// so that a maximum over many vectors is finite only if everything was.
+    fn max_magnitude(self, max: Self::Vector, a: Self::Vector) -> Self::Vector;
+    /// The largest lane of a result of [`Self::max_magnitude`], NaN above all.
+    fn largest(self, max: Self::Vector) -> f32;
+    /// The nearest integers, ties to even, as two's complement bytes: undoes [`Self::i8`]. `a` is in -128 to 127.
+    fn to_i8(self, a: Self::Vector) -> u128;
+    /// The nearest integers, ties to even, as nibbles, lowest first: undoes [`Self::i4`]. `a` is in -8 to 7.
+    fn to_i4(self, a: Self::Vector) -> u64;
+    /// Undoes [`Self::i8_of_tile`]; as [`Self::to_i8`].
+    fn to_i8_of_tile(self, a: Self::Vector) -> u128;
+    /// Undoes [`Self::i4_of_tile`]; as [`Self::to_i4`].
+    fn to_i4_of_tile(self, a: Self::Vector) -> u64;
+    /// Codes of the nearest E2M1 values, ties to the even code, at most 6, with the sign of zero: undoes
+    /// [`Self::e2m1`]. No lane is NaN.
+    fn to_e2m1(self, a: Self::Vector) -> u64;
 
     /// Up to sixteen values; the lanes beyond them are zero.
     #[inline(always)]
@@ -106,7 +123,7 @@ pub(super) trait Lanes: Copy + Send + Sync {
 
 /// The size of a register tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Tile {
+pub(crate) enum Tile {
     /// 4 x 4: sixteen sums, of 32 registers.
     FourByFour,
     /// 2 x 2: eight registers of sums, of 16.
@@ -192,6 +209,62 @@ mod tests {
         assert_eq!(lanes.i4_of_tile(0x7654_3210_7654_3210)[..4], [0.0, 1.0, 4.0, 5.0]);
         assert_eq!(lanes.sum(std::array::from_fn(|i| i as f32)), 120.0);
         assert!(lanes.max([1.0; 16], [f32::NAN; 16])[0].is_nan() && lanes.max([f32::NAN; 16], [1.0; 16])[0] == 1.0);
+    }
+
+    /// Sixteen values, and a number from -8 to 7 for each lane.
+    struct ToCodes<'a>(&'a [f32; LANES], &'a [f32; LANES]);
+
+    impl Kernel for ToCodes<'_> {
+        type Output = (u64, [u64; 2], [u128; 2], u32);
+
+        #[inline(always)]
+        fn run<L: Lanes>(self, lanes: L) -> Self::Output {
+            let (values, small) = (lanes.load(self.0), lanes.load(self.1));
+            let max = lanes.max_magnitude(lanes.splat(0.25), values);
+            let large = lanes.mul(small, lanes.splat(15.8));
+            (
+                lanes.to_e2m1(values),
+                [lanes.to_i4(small), lanes.to_i4_of_tile(small)],
+                [lanes.to_i8(large), lanes.to_i8_of_tile(large)],
+                lanes.largest(max).to_bits(),
+            )
+        }
+    }
+
+    #[test]
+    fn every_instruction_set_makes_the_same_codes() {
+        let sequence = minnow_common::random::Symmetric::new("codes", 1);
+        let ends = E2M1.into_iter().chain([f32::MAX, f32::MIN_POSITIVE, f32::from_bits(1), f32::INFINITY]);
+        let ties = (0..7).map(|code| f32::midpoint(E2M1[code], E2M1[code + 1]));
+        let mut values: Vec<f32> =
+            ends.chain(ties).flat_map(|x| [x, -x, x.next_up(), -x.next_up(), x.next_down()]).collect();
+        values.retain(|value| !value.is_nan());
+        values.extend((0..20_000).map(|index| sequence.at(index) * 8.0));
+        for (step, values) in values.as_chunks::<LANES>().0.iter().enumerate() {
+            // Quarters hit every tie.
+            let small = std::array::from_fn(|lane| ((step * 7 + lane * 5) % 61) as f32 / 4.0 - 8.0);
+            let expected = Isa::Scalar.run(ToCodes(values, &small));
+            for (lane, value) in values.iter().enumerate() {
+                assert_eq!((expected.0 >> (4 * lane) & 15) as u8, crate::codec::e2m1_nearest(*value));
+            }
+            for isa in Isa::present() {
+                assert_eq!(isa.run(ToCodes(values, &small)), expected, "{isa}: {values:?}, {small:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn one_nan_anywhere_makes_the_largest_magnitude_nan() {
+        for isa in Isa::present() {
+            for lane in 0..LANES {
+                for bad in [f32::NAN, -f32::NAN, f32::from_bits(0x7f80_0001), f32::NEG_INFINITY] {
+                    let mut values = [-3.0; LANES];
+                    values[lane] = bad;
+                    let largest = f32::from_bits(isa.run(ToCodes(&values, &[0.0; LANES])).3);
+                    assert!(largest.is_nan() == bad.is_nan() && !largest.is_finite(), "{isa}, lane {lane}");
+                }
+            }
+        }
     }
 
     struct Exp(f32);

@@ -3,7 +3,7 @@
 use half::f16;
 
 use super::{LANES, Lanes, PLACE_IN_TILE_ROW, Tile};
-use crate::codec::E2M1;
+use crate::codec::{E2M1, e2m1_nearest};
 
 /// No special instructions: needs no proof.
 #[derive(Clone, Copy)]
@@ -131,4 +131,55 @@ impl Lanes for Scalar {
     fn e2m1(self, nibbles: u64) -> Vector {
         each(|lane| E2M1[(nibbles >> (4 * lane) & 15) as usize])
     }
+
+    #[inline(always)]
+    fn max_magnitude(self, max: Vector, a: Vector) -> Vector {
+        each(|lane| f32::from_bits(max[lane].to_bits().max(a[lane].abs().to_bits())))
+    }
+
+    #[inline(always)]
+    fn largest(self, max: Vector) -> f32 {
+        f32::from_bits(max.iter().fold(0, |largest, lane| largest.max(lane.to_bits())))
+    }
+
+    #[inline(always)]
+    fn to_i8(self, a: Vector) -> u128 {
+        u128::from_le_bytes(a.map(|value| value.round_ties_even() as i8 as u8))
+    }
+
+    #[inline(always)]
+    fn to_i4(self, a: Vector) -> u64 {
+        nibbles(a.map(|value| value.round_ties_even() as i8 as u8))
+    }
+
+    #[inline(always)]
+    fn to_i8_of_tile(self, a: Vector) -> u128 {
+        self.to_i8(tile_row(a))
+    }
+
+    #[inline(always)]
+    fn to_i4_of_tile(self, a: Vector) -> u64 {
+        self.to_i4(tile_row(a))
+    }
+
+    #[inline(always)]
+    fn to_e2m1(self, a: Vector) -> u64 {
+        nibbles(a.map(e2m1_nearest))
+    }
+}
+
+/// Columns in order, as they lie in a row of an `mma` tile.
+#[inline(always)]
+fn tile_row(columns: Vector) -> Vector {
+    let mut out = [0.0; LANES];
+    for (place, value) in PLACE_IN_TILE_ROW.into_iter().zip(columns) {
+        out[place] = value;
+    }
+    out
+}
+
+/// The low halves of sixteen codes, lowest first.
+#[inline(always)]
+fn nibbles(codes: [u8; LANES]) -> u64 {
+    codes.iter().rev().fold(0, |nibbles, code| nibbles << 4 | u64::from(code & 15))
 }

@@ -187,7 +187,72 @@ impl Lanes for Avx512 {
             _mm512_permutexvar_ps(codes, _mm512_loadu_ps(E2M1.as_ptr()))
         }
     }
+
+    #[inline(always)]
+    fn max_magnitude(self, max: __m512, a: __m512) -> __m512 {
+        proven! {
+            // Magnitudes are ordered as their bits are.
+            let magnitude = _mm512_and_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(i32::MAX));
+            _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(max), magnitude))
+        }
+    }
+
+    #[inline(always)]
+    fn largest(self, max: __m512) -> f32 {
+        proven! {
+            let low = _mm512_castps512_ps256(max);
+            let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(max)));
+            largest_of_eight(_mm256_max_epi32(_mm256_castps_si256(low), _mm256_castps_si256(high)))
+        }
+    }
+
+    #[inline(always)]
+    fn to_i8(self, a: __m512) -> u128 {
+        proven!(bits_of(_mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))))
+    }
+
+    #[inline(always)]
+    fn to_i4(self, a: __m512) -> u64 {
+        proven!(packed_nibbles(_mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))))
+    }
+
+    #[inline(always)]
+    fn to_i8_of_tile(self, a: __m512) -> u128 {
+        proven!(bits_of(tile_row_of_columns(_mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)))))
+    }
+
+    #[inline(always)]
+    fn to_i4_of_tile(self, a: __m512) -> u64 {
+        proven!(packed_nibbles(tile_row_of_columns(_mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a)))))
+    }
+
+    #[inline(always)]
+    fn to_e2m1(self, a: __m512) -> u64 {
+        proven! {
+            let bits = _mm512_castps_si512(a);
+            let magnitude = _mm512_castsi512_ps(_mm512_and_epi32(bits, _mm512_set1_epi32(i32::MAX)));
+            let magnitude = _mm512_min_ps(magnitude, _mm512_set1_ps(E2M1_MAX));
+            // Below one, codes count halves, and so do the lowest bits of an f32 from 2^22 up.
+            let halves = _mm512_castps_si512(_mm512_add_ps(magnitude, _mm512_set1_ps(HALVES)));
+            let below_one = _mm512_sub_epi32(halves, _mm512_set1_epi32(HALVES.to_bits() as i32));
+            // From one on, a code is the exponent and the first bit of the mantissa, rounded like any f32.
+            let bits_of_magnitude = _mm512_castps_si512(magnitude);
+            let odd = _mm512_and_epi32(_mm512_srli_epi32::<22>(bits_of_magnitude), _mm512_set1_epi32(1));
+            let rounded = _mm512_add_epi32(_mm512_add_epi32(bits_of_magnitude, _mm512_set1_epi32(0x1f_ffff)), odd);
+            let from_one = _mm512_sub_epi32(_mm512_srli_epi32::<22>(rounded), _mm512_set1_epi32(126 << 1));
+            let is_below_one = _mm512_cmp_ps_mask::<_CMP_LT_OQ>(magnitude, _mm512_set1_ps(1.0));
+            let code = _mm512_mask_blend_epi32(is_below_one, from_one, below_one);
+            let sign = _mm512_and_epi32(_mm512_srli_epi32::<28>(bits), _mm512_set1_epi32(8));
+            packed_nibbles(_mm512_cvtepi32_epi8(_mm512_or_epi32(code, sign)))
+        }
+    }
 }
+
+/// The largest E2M1 value.
+const E2M1_MAX: f32 = 6.0;
+
+/// 2^22: f32 from here to twice this are multiples of one half.
+const HALVES: f32 = (1 << 22) as f32;
 
 /// The low half of `nibbles` in lanes 0 to 7, the high half in lanes 8 to 15.
 #[inline]
@@ -203,6 +268,39 @@ fn halves_to_lanes(nibbles: u64) -> __m512i {
 fn tile_row_in_order(bytes: u128) -> __m128i {
     let stored = _mm_set_epi64x((bytes >> 64) as i64, bytes as i64);
     _mm_shuffle_epi8(stored, _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15))
+}
+
+/// Bytes in column order as a row of an `mma` tile: undoes [`tile_row_in_order`].
+#[inline]
+#[target_feature(enable = "avx2")]
+fn tile_row_of_columns(bytes: __m128i) -> __m128i {
+    _mm_shuffle_epi8(bytes, _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15))
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn bits_of(bytes: __m128i) -> u128 {
+    u128::from(_mm_extract_epi64::<1>(bytes) as u64) << 64 | u128::from(_mm_cvtsi128_si64(bytes) as u64)
+}
+
+/// The low halves of sixteen bytes, lowest first.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn packed_nibbles(bytes: __m128i) -> u64 {
+    let low_halves = _mm_and_si128(bytes, _mm_set1_epi8(15));
+    // Each pair to `first + 16 * second`, in sixteen bits.
+    let pairs = _mm_maddubs_epi16(low_halves, _mm_set1_epi16(0x1001));
+    _mm_cvtsi128_si64(_mm_packus_epi16(pairs, pairs)) as u64
+}
+
+/// The largest lane of non-negative f32, compared as bits.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn largest_of_eight(a: __m256i) -> f32 {
+    let four = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256::<1>(a));
+    let two = _mm_max_epi32(four, _mm_unpackhi_epi64(four, four));
+    let one = _mm_max_epi32(two, _mm_shuffle_epi32::<1>(two));
+    f32::from_bits(_mm_cvtsi128_si32(one) as u32)
 }
 
 /// Adds lanes four apart, then two, then one.
@@ -339,6 +437,83 @@ impl Lanes for Avx2 {
     fn e2m1(self, nibbles: u64) -> [__m256; 2] {
         proven!([eight_e2m1(nibbles as i32), eight_e2m1((nibbles >> 32) as i32)])
     }
+
+    #[inline(always)]
+    fn max_magnitude(self, max: [__m256; 2], a: [__m256; 2]) -> [__m256; 2] {
+        proven!([max_magnitude_of_eight(max[0], a[0]), max_magnitude_of_eight(max[1], a[1])])
+    }
+
+    #[inline(always)]
+    fn largest(self, max: [__m256; 2]) -> f32 {
+        proven!(largest_of_eight(_mm256_max_epi32(_mm256_castps_si256(max[0]), _mm256_castps_si256(max[1]))))
+    }
+
+    #[inline(always)]
+    fn to_i8(self, a: [__m256; 2]) -> u128 {
+        proven!(bits_of(bytes_of_lanes([_mm256_cvtps_epi32(a[0]), _mm256_cvtps_epi32(a[1])])))
+    }
+
+    #[inline(always)]
+    fn to_i4(self, a: [__m256; 2]) -> u64 {
+        proven!(packed_nibbles(bytes_of_lanes([_mm256_cvtps_epi32(a[0]), _mm256_cvtps_epi32(a[1])])))
+    }
+
+    #[inline(always)]
+    fn to_i8_of_tile(self, a: [__m256; 2]) -> u128 {
+        proven! {
+            let bytes = bytes_of_lanes([_mm256_cvtps_epi32(a[0]), _mm256_cvtps_epi32(a[1])]);
+            bits_of(tile_row_of_columns(bytes))
+        }
+    }
+
+    #[inline(always)]
+    fn to_i4_of_tile(self, a: [__m256; 2]) -> u64 {
+        proven! {
+            let bytes = bytes_of_lanes([_mm256_cvtps_epi32(a[0]), _mm256_cvtps_epi32(a[1])]);
+            packed_nibbles(tile_row_of_columns(bytes))
+        }
+    }
+
+    #[inline(always)]
+    fn to_e2m1(self, a: [__m256; 2]) -> u64 {
+        proven!(packed_nibbles(bytes_of_lanes([eight_e2m1_codes(a[0]), eight_e2m1_codes(a[1])])))
+    }
+}
+
+#[inline]
+#[target_feature(enable = "avx2")]
+fn max_magnitude_of_eight(max: __m256, a: __m256) -> __m256 {
+    // Magnitudes are ordered as their bits are.
+    let magnitude = _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(i32::MAX));
+    _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(max), magnitude))
+}
+
+/// Sixteen integers of -128 to 127 as bytes.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn bytes_of_lanes(lanes: [__m256i; 2]) -> __m128i {
+    // Packing works within halves of a register, so the middle quarters have to change places.
+    let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(lanes[0], lanes[1]));
+    _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words))
+}
+
+/// [`Lanes::to_e2m1`] of eight lanes, a code a lane, in the same steps as the AVX-512 one.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn eight_e2m1_codes(a: __m256) -> __m256i {
+    let bits = _mm256_castps_si256(a);
+    let magnitude = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(i32::MAX)));
+    let magnitude = _mm256_min_ps(magnitude, _mm256_set1_ps(E2M1_MAX));
+    let halves = _mm256_castps_si256(_mm256_add_ps(magnitude, _mm256_set1_ps(HALVES)));
+    let below_one = _mm256_sub_epi32(halves, _mm256_set1_epi32(HALVES.to_bits() as i32));
+    let bits_of_magnitude = _mm256_castps_si256(magnitude);
+    let odd = _mm256_and_si256(_mm256_srli_epi32::<22>(bits_of_magnitude), _mm256_set1_epi32(1));
+    let rounded = _mm256_add_epi32(_mm256_add_epi32(bits_of_magnitude, _mm256_set1_epi32(0x1f_ffff)), odd);
+    let from_one = _mm256_sub_epi32(_mm256_srli_epi32::<22>(rounded), _mm256_set1_epi32(126 << 1));
+    let is_below_one = _mm256_castps_si256(_mm256_cmp_ps::<_CMP_LT_OQ>(magnitude, _mm256_set1_ps(1.0)));
+    let code = _mm256_blendv_epi8(from_one, below_one, is_below_one);
+    let sign = _mm256_and_si256(_mm256_srli_epi32::<28>(bits), _mm256_set1_epi32(8));
+    _mm256_or_si256(code, sign)
 }
 
 #[inline]
