@@ -2,14 +2,16 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use minnow_formats::io::IoBackend;
 use minnow_kernels::cpu::Isa;
 
 use crate::commands;
-use crate::config::{DecodingDefaults, Device, ListenAddress, ModelSource, ServeConfig, UsageError, VerifyPayload};
+use crate::config::{DecodingDefaults, Device, KeptPrefixes, ListenAddress, ModelSource, ServeConfig, UsageError, VerifyPayload};
 use crate::decoder::Algorithm;
+use crate::engine::QueueLimits;
 
 /// Serves LLaDA2.x block-diffusion language models over an OpenAI-compatible API.
 #[derive(Debug, Parser)]
@@ -55,6 +57,10 @@ struct ModelArgs {
     /// Positions a request may use, prompt and output together; default: what the model was made for, at most 32768
     #[arg(long, value_name = "TOKENS", env = "MINNOWD_MAX_CONTEXT")]
     max_context: Option<usize>,
+    /// Memory for keys and values of running and finished requests; default: room for every running request's context,
+    /// at most a quarter of the machine's memory
+    #[arg(long, value_name = "MIB", env = "MINNOWD_CACHE_MAX_MIB")]
+    cache_max_mib: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -99,6 +105,9 @@ struct DecodingArgs {
     seed: Option<u64>,
 }
 
+/// Requests that may run at once; each takes rows of every forward.
+const PARALLEL_MAX: usize = 256;
+
 #[derive(Debug, Args)]
 struct ServeArgs {
     #[command(flatten)]
@@ -120,6 +129,18 @@ struct ServeArgs {
     /// Default output limit of a request; default: what the context leaves
     #[arg(long, value_name = "TOKENS", env = "MINNOWD_MAX_TOKENS")]
     max_tokens: Option<usize>,
+    /// Requests that run at once
+    #[arg(long, value_name = "N", default_value_t = 4, env = "MINNOWD_PARALLEL")]
+    parallel: usize,
+    /// Seconds that a request may wait; 0 is as long as its client does
+    #[arg(long, value_name = "SECONDS", default_value_t = 0, env = "MINNOWD_QUEUE_TIMEOUT")]
+    queue_timeout: u64,
+    /// Folder that keeps the warmest known prefixes over restarts; needs a .mnw model
+    #[arg(long, value_name = "DIR", env = "MINNOWD_CACHE_DIR")]
+    cache_dir: Option<PathBuf>,
+    /// Largest file in --cache-dir
+    #[arg(long, value_name = "MIB", default_value_t = 1024, env = "MINNOWD_CACHE_PERSIST_MAX_MIB")]
+    cache_persist_max_mib: u64,
     /// Requests that may wait
     #[arg(long, value_name = "N", default_value_t = 8, env = "MINNOWD_QUEUE_CAPACITY")]
     queue_capacity: usize,
@@ -281,6 +302,7 @@ impl ModelArgs {
                 PayloadArg::Never => VerifyPayload::Never,
             },
             max_context: self.max_context,
+            cache_max_bytes: self.cache_max_mib.map(|mib| mib.saturating_mul(1 << 20)),
         })
     }
 }
@@ -319,6 +341,9 @@ impl ServeArgs {
                  add {missing}, or listen on 127.0.0.1 or a unix socket behind a proxy"
             )));
         }
+        if self.parallel == 0 || self.parallel > PARALLEL_MAX {
+            return Err(UsageError(format!("--parallel must be 1 to {PARALLEL_MAX}, not {}", self.parallel)));
+        }
         Ok(ServeConfig {
             source: self.model.into_source()?,
             decoding: self.decoding.into_defaults()?,
@@ -327,10 +352,18 @@ impl ServeArgs {
             any_model: self.any_model,
             strict_requests: self.strict_requests,
             max_tokens: self.max_tokens,
-            queue_capacity: self.queue_capacity,
+            kept_prefixes: self.cache_dir.map(|folder| KeptPrefixes {
+                folder,
+                bytes_max: self.cache_persist_max_mib.saturating_mul(1 << 20),
+            }),
+            queue: QueueLimits {
+                running_max: self.parallel,
+                waiting_max: self.queue_capacity,
+                wait_max: (self.queue_timeout > 0).then(|| Duration::from_secs(self.queue_timeout)),
+            },
             max_body_bytes: self.max_body_bytes,
             allow_hosts: self.allow_host,
-            drain_timeout: std::time::Duration::from_secs(self.drain_timeout),
+            drain_timeout: Duration::from_secs(self.drain_timeout),
         })
     }
 }

@@ -11,6 +11,7 @@ use minnow_kernels::cpu::Isa;
 use thiserror::Error;
 
 use crate::decoder::{Algorithm, OptionError, Options};
+use crate::engine::QueueLimits;
 
 /// What was typed does not make sense; exit code 2.
 #[derive(Debug, Error)]
@@ -34,6 +35,9 @@ pub struct ModelSource {
     pub verify_payload: VerifyPayload,
     /// Positions a request may use; `None` is the model's limit, at most [`DEFAULT_CONTEXT_MAX`].
     pub max_context: Option<usize>,
+    /// Memory for keys and values; `None` is room for every running request's context, at most a quarter of the
+    /// machine's memory.
+    pub cache_max_bytes: Option<u64>,
 }
 
 /// The context served by default is the model's, but never above this: K and V of 131,072 positions would take 5 GiB.
@@ -133,14 +137,25 @@ pub struct ServeConfig {
     pub strict_requests: bool,
     /// Default output limit of a request.
     pub max_tokens: Option<usize>,
-    /// Requests that may wait.
-    pub queue_capacity: usize,
+    /// How many requests may run and wait.
+    pub queue: QueueLimits,
+    /// Where known prefixes are kept over restarts.
+    pub kept_prefixes: Option<KeptPrefixes>,
     /// Largest request body.
     pub max_body_bytes: usize,
     /// Further `Host` names that loopback listeners accept.
     pub allow_hosts: Vec<String>,
     /// How long running requests may take after the first signal.
     pub drain_timeout: Duration,
+}
+
+/// Where known prefixes are kept over restarts.
+#[derive(Clone, Debug)]
+pub struct KeptPrefixes {
+    /// The folder; made if it is not there.
+    pub folder: PathBuf,
+    /// Largest file in it.
+    pub bytes_max: u64,
 }
 
 /// An address to listen on.

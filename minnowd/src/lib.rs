@@ -12,6 +12,7 @@ pub mod demo;
 pub mod engine;
 pub mod http;
 pub mod model;
+pub mod scheduler;
 pub mod persist;
 pub mod session;
 pub mod text;

@@ -29,7 +29,7 @@ use std::path::{Path, PathBuf};
 use minnow_common::BLOCK;
 use thiserror::Error;
 
-use crate::cache::{BlockTokens, PrefixCache, Restored};
+use crate::cache::{BlockTokens, PageId, PrefixCache, Restored};
 use crate::model::{Backend, ModelError};
 
 const FILE_NAME: &str = "prefix-cache.bin";
@@ -218,9 +218,8 @@ pub fn save(
         move |source| SaveError::Io { doing, path, source }
     };
     DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(io_error("creating the folder", folder))?;
-    let open = |path: &Path, truncate| {
-        OpenOptions::new().create(true).write(true).truncate(truncate).mode(0o600).open(path)
-    };
+    let open =
+        |path: &Path, truncate| OpenOptions::new().create(true).write(true).truncate(truncate).mode(0o600).open(path);
     let lock_path = folder.join(LOCK_NAME);
     let lock = open(&lock_path, false).map_err(io_error("opening", &lock_path))?;
     lock.try_lock().map_err(|error| match error {
@@ -283,26 +282,22 @@ pub fn write(
 
     let warmest = cache.warmest();
     let blocks = warmest.len().min(usize::try_from(blocks_max).unwrap_or(usize::MAX));
-    let mut places = HashMap::with_capacity(blocks);
+    // Number in the file (0 is none) and digest, by page.
+    let mut written: HashMap<PageId, (u32, [u8; DIGEST_BYTES])> = HashMap::with_capacity(blocks);
     let mut buffer = vec![0; key.block_bytes()];
-    for (index, block) in warmest[..blocks].iter().enumerate() {
-        let parent = block.parent.map(|page| {
-            let &(index, digest) = places.get(&page).expect("a block comes after its parent");
-            (index, digest)
-        });
+    for (number, block) in (1..).zip(&warmest[..blocks]) {
+        // A block comes after its parent.
+        let (parent, before) = block.parent.map_or_else(|| (0, header_digest(&header)), |page| written[&page]);
         let digest_at = buffer.len() - DIGEST_BYTES;
         backend.export_page(block.page, &mut buffer[PAGE_AT..digest_at])?;
-        let parent_number = parent.map_or(0, |(index, _): (u32, _)| index + 1);
-        buffer[..TOKENS_AT].copy_from_slice(&parent_number.to_le_bytes());
+        buffer[..TOKENS_AT].copy_from_slice(&parent.to_le_bytes());
         for (bytes, token) in buffer[TOKENS_AT..PAGE_AT].chunks_exact_mut(size_of::<u32>()).zip(block.tokens) {
             bytes.copy_from_slice(&token.to_le_bytes());
         }
-        let before = parent.map_or_else(|| header_digest(&header), |(_, digest)| digest);
         let digest = block_digest(&before, &buffer[TOKENS_AT..digest_at]);
         buffer[digest_at..].copy_from_slice(&digest);
         target.write_all(&buffer)?;
-        // There are no more blocks than pages, whose numbers are u32.
-        places.insert(block.page, (index as u32, digest));
+        written.insert(block.page, (number, digest));
     }
     let file_bytes = HEADER_BYTES as u64 + blocks as u64 * block_bytes;
     Ok(Saved { blocks, left_out: warmest.len() - blocks, file_bytes })
@@ -343,8 +338,15 @@ impl<R: Read> Loader<R> {
     }
 
     /// What happened so far.
+    #[must_use]
     pub fn report(&self) -> &LoadReport {
         &self.report
+    }
+
+    /// Ends reading.
+    #[must_use]
+    pub fn into_report(self) -> LoadReport {
+        self.report
     }
 
     fn load_one(&mut self, cache: &mut PrefixCache, backend: &mut dyn Backend) -> Result<(), LoadEnd> {

@@ -9,15 +9,26 @@ use minnow_formats::checkpoint::Checkpoint;
 use serde_json::Value;
 use tracing::{info, warn};
 
+use crate::cache;
 use crate::config::{DEFAULT_CONTEXT_MAX, DecodingDefaults, Device, ModelSource};
 use crate::decoder::{Algorithm, Options};
 use crate::demo;
-use crate::engine::runner::Runner;
+use crate::engine::QueueLimits;
+use crate::engine::runner::{Limits, Runner};
 use crate::model::Backend;
 use crate::model::cpu::Cpu;
 use crate::model::reference::Reference;
 use crate::text::{ChatInput, SpecialTokens, Template, Tokenizer};
 use crate::weights::{LoadOptions, VerifyPayload, Weights};
+
+/// Blocks of a prompt read in one step when nothing else runs: cancellation and progress are looked at in between.
+const PREFILL_BLOCKS_ALONE: usize = 16;
+/// Blocks of a prompt read in one step together with refinement: what a running stream has to wait for.
+const PREFILL_BLOCKS_MIXED: usize = 2;
+/// Keys and values take at most this share of the machine's memory where the user names no limit.
+const CACHE_SHARE_OF_MEMORY: u64 = 4;
+/// The CPU and reference backends keep keys and values in f32.
+const KV_ELEMENT_BYTES: usize = 4;
 
 /// What is known of the served model, without the model itself.
 #[derive(Debug)]
@@ -42,6 +53,8 @@ pub struct Session {
     pub default_seed: Option<u64>,
     /// `fp_` and a hash of the program's version and the weights' identity.
     pub fingerprint: String,
+    /// Identifies every weight and the configuration: the digest of a container's manifest. Safetensors have none.
+    pub content: Option<String>,
     /// When the model was loaded, in seconds since 1970.
     pub created: u64,
     /// Number of weights.
@@ -65,8 +78,8 @@ pub struct ServeDefaults {
     pub alias: Option<String>,
     /// Output limit where a request does not say.
     pub max_tokens: Option<usize>,
-    /// Requests that may wait.
-    pub queue_capacity: usize,
+    /// How many requests may run and wait.
+    pub queue: QueueLimits,
 }
 
 /// A model, ready to run.
@@ -79,11 +92,17 @@ pub struct Loaded {
 
 impl Loaded {
     /// Opens a checkpoint and builds the backend that was asked for.
-    pub fn open(source: &ModelSource, decoding: &DecodingDefaults) -> anyhow::Result<Self> {
+    /// At most `running_max` requests will run at once.
+    pub fn open(source: &ModelSource, decoding: &DecodingDefaults, running_max: usize) -> anyhow::Result<Self> {
         let opened = Opened::new(source)?;
-        let backend = opened.backend(source, source.device)?;
+        let backend = opened.backend(source, source.device, running_max)?;
         let session = opened.session(source, decoding, &*backend)?;
-        let runner = Runner::new(backend, session.special.decoder_ids());
+        let limits = Limits {
+            running_max,
+            prefill_blocks_alone: PREFILL_BLOCKS_ALONE,
+            prefill_blocks_mixed: PREFILL_BLOCKS_MIXED,
+        };
+        let runner = Runner::new(backend, session.special.decoder_ids(), limits);
         Ok(Self { session, runner })
     }
 }
@@ -131,13 +150,41 @@ impl Opened {
         Ok(Self { checkpoint, name, weights })
     }
 
-    /// Builds a backend with room for one request of the full context.
-    pub fn backend(&self, source: &ModelSource, device: Device) -> anyhow::Result<Box<dyn Backend>> {
-        let pages = self.context(source)?.div_ceil(BLOCK);
+    /// Builds a backend with pages for `running_max` requests of the full context, or as many as the memory allowed
+    /// for keys and values holds; at least one request must fit.
+    pub fn backend(
+        &self,
+        source: &ModelSource,
+        device: Device,
+        running_max: usize,
+    ) -> anyhow::Result<Box<dyn Backend>> {
+        let pages = self.page_count(source, running_max)?;
         Ok(match device {
             Device::Reference => Box::new(Reference::new(&self.weights, pages)?),
             Device::Auto | Device::Cpu => Box::new(Cpu::new(self.weights.clone(), pages, source.threads, source.isa)?),
         })
+    }
+
+    fn page_count(&self, source: &ModelSource, running_max: usize) -> anyhow::Result<usize> {
+        let page_bytes = cache::page_bytes(&self.weights.config, KV_ELEMENT_BYTES);
+        let one_request = self.context(source)?.div_ceil(BLOCK);
+        let wanted = one_request.saturating_mul(running_max);
+        let Some(budget) = source.cache_max_bytes else {
+            let budget = memory_bytes() / CACHE_SHARE_OF_MEMORY;
+            let affordable = usize::try_from(budget / page_bytes).unwrap_or(usize::MAX);
+            return Ok(wanted.min(affordable).max(one_request));
+        };
+        let pages = cache::pages_within(budget, page_bytes)?;
+        if pages < one_request {
+            let needed = (one_request as u64 * page_bytes).div_ceil(1 << 20);
+            return Err(crate::config::UsageError(format!(
+                "--cache-max-mib is {}, but one request of {} positions needs {needed}; raise it or lower --max-context",
+                budget >> 20,
+                self.context(source)?
+            ))
+            .into());
+        }
+        Ok(pages)
     }
 
     /// Positions a request may use.
@@ -184,6 +231,7 @@ impl Opened {
             default_max_tokens: None,
             default_seed: decoding.seed,
             fingerprint: self.fingerprint(),
+            content: self.checkpoint.container().map(|container| container.header.manifest_digest.to_hex()),
             created: since_1970.as_secs(),
             parameters: self.checkpoint.tensors().values().map(|tensor| tensor.spec.shape().elements()).sum(),
             file_bytes: self.checkpoint.files().iter().map(|file| file.len()).sum(),
@@ -243,7 +291,8 @@ impl Session {
             self.model_id = alias;
         }
         self.default_max_tokens = defaults.max_tokens;
-        self.queue_capacity = defaults.queue_capacity;
+        self.parallel = defaults.queue.running_max;
+        self.queue_capacity = defaults.queue.waiting_max;
     }
 
     /// Ids that end an output.
@@ -278,4 +327,13 @@ impl Session {
         let input = ChatInput { messages, tools: tools.unwrap_or_default(), kwargs: kwargs.unwrap_or_default(), add_generation_prompt: true };
         Ok(self.tokenizer.encode_pieces(&self.template.render(&input)?)?)
     }
+}
+
+/// Memory of this machine; without `/proc/meminfo`, nothing is known and 4 GiB are assumed.
+fn memory_bytes() -> u64 {
+    const ASSUMED: u64 = 4 << 30;
+    let Ok(text) = std::fs::read_to_string("/proc/meminfo") else { return ASSUMED };
+    let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    kib.map_or(ASSUMED, |kib| kib * 1024)
 }

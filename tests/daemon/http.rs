@@ -651,7 +651,7 @@ fn a_client_that_goes_away_cancels_its_request() {
 
 #[test]
 fn a_full_queue_says_when_to_come_back() {
-    let server = Server::start(&["--queue-capacity", "0"]);
+    let server = Server::start(&["--parallel", "1", "--queue-capacity", "0"]);
     let body = story(json!({"stream": true, "max_tokens": 1500, "threshold": 1})).to_string();
     let mut connection = server.connect();
     let request = [head(CHAT, &format!("Content-Length: {}", body.len())), body.into_bytes()].concat();

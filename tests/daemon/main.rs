@@ -1,7 +1,9 @@
 //! Tests of this area; see the modules.
 
+mod cache;
 mod clients;
 mod decoder;
+mod engine;
 mod exam;
 mod http;
 mod model;

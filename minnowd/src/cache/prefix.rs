@@ -373,18 +373,15 @@ impl PrefixCache {
         // Held blocks have no last use yet. Their ancestors are held as well, and those of others were used no earlier.
         let warmth = |page, node: &Node| if self.is_idle(page) { node.last_used } else { i64::MAX };
         order.sort_by_key(|&(page, node)| (std::cmp::Reverse(warmth(page, node)), node.depth, page));
-        let block = |(page, node): (PageId, &Node)| CachedBlock { page, parent: node.edge.parent, tokens: node.edge.tokens };
+        let block =
+            |(page, node): (PageId, &Node)| CachedBlock { page, parent: node.edge.parent, tokens: node.edge.tokens };
         order.into_iter().map(block).collect()
     }
 
     /// Brings back a block that an earlier process had: the last whole block of `tokens`, which are all blocks of its
     /// prefix. `fill` writes the K/V into a free page; if it fails, nothing has changed. Restored blocks are idle, and
     /// colder than each restored before and than all that were used since the start.
-    pub fn restore<E>(
-        &mut self,
-        tokens: &[u32],
-        fill: impl FnOnce(PageId) -> Result<(), E>,
-    ) -> Result<Restored, E> {
+    pub fn restore<E>(&mut self, tokens: &[u32], fill: impl FnOnce(PageId) -> Result<(), E>) -> Result<Restored, E> {
         let (blocks, _) = tokens.as_chunks::<BLOCK>();
         let Some((last, before)) = blocks.split_last() else { return Ok(Restored::Known) };
         let chain: Vec<PageId> = self.known(None, tokens).collect();
@@ -774,10 +771,10 @@ mod tests {
     struct ModelSequence {
         path: Vec<u8>,
         in_tree: usize,
+        /// Names of the pages of committed blocks that are not in the tree; forks share them.
+        own: Vec<usize>,
         reserved: usize,
         is_private: bool,
-        /// Names pages that are not in the tree: forks share them.
-        family: usize,
     }
 
     impl Model {
@@ -794,13 +791,9 @@ mod tests {
         }
 
         fn free(&self) -> usize {
-            let private: std::collections::HashSet<(usize, &[u8])> = self
-                .sequences
-                .iter()
-                .flat_map(|s| (s.in_tree + 1..=s.path.len()).map(|end| (s.family, &s.path[..end])))
-                .collect();
+            let own: BTreeSet<usize> = self.sequences.iter().flat_map(|sequence| sequence.own.clone()).collect();
             let reserved: usize = self.sequences.iter().map(|sequence| sequence.reserved).sum();
-            self.page_count - self.nodes.len() - private.len() - reserved
+            self.page_count - self.nodes.len() - own.len() - reserved
         }
 
         /// Blocks of `wanted` that are known below `path`.
@@ -822,7 +815,7 @@ mod tests {
         model: Model,
         sequences: Vec<Sequence>,
         contents: HashMap<PageId, Vec<u8>>,
-        families: usize,
+        own_pages: usize,
     }
 
     impl Trial {
@@ -832,7 +825,7 @@ mod tests {
                 model: Model { page_count, ..Model::default() },
                 sequences: Vec::new(),
                 contents: HashMap::new(),
-                families: 0,
+                own_pages: 0,
             }
         }
 
@@ -851,12 +844,12 @@ mod tests {
                 self.begin(&path, random.u8(..5) == 0);
             } else {
                 match operation {
-                    ..35 => self.release(index),
-                    ..43 => self.extend(index, &path),
-                    ..60 => self.reserve(index, random.usize(..4)),
-                    ..64 => self.fork(index),
-                    ..67 => self.withdraw(index, random.usize(..5)),
-                    ..70 => self.unreserve(index),
+                    0..35 => self.release(index),
+                    35..43 => self.extend(index, &path),
+                    43..60 => self.reserve(index, random.usize(..4)),
+                    60..64 => self.fork(index),
+                    64..67 => self.withdraw(index, random.usize(..5)),
+                    67..70 => self.unreserve(index),
                     _ => self.commit(index, random.u8(..3)),
                 }
             }
@@ -868,10 +861,8 @@ mod tests {
             assert_eq!(self.cache.find(&tokens(path)).blocks, known);
             let blocks = if is_private { 0 } else { known };
             self.sequences.push(self.cache.begin(&tokens(path), access));
-            self.families += 1;
-            let path = path[..blocks].to_vec();
-            let (in_tree, family) = (blocks, self.families);
-            self.model.sequences.push(ModelSequence { path, in_tree, reserved: 0, is_private, family });
+            let (path, in_tree) = (path[..blocks].to_vec(), blocks);
+            self.model.sequences.push(ModelSequence { path, in_tree, is_private, ..ModelSequence::default() });
         }
 
         fn extend(&mut self, index: usize, path: &[u8]) {
@@ -923,23 +914,21 @@ mod tests {
             if expected == Commit::Inserted {
                 self.model.nodes.insert(path.clone(), 0);
             }
-            if expected == Commit::Private {
-                // From here on its private pages are its own, even if it was a fork.
-                self.families += 1;
-            }
             let sequence = &mut self.model.sequences[index];
-            sequence.in_tree += usize::from(expected != Commit::Private);
+            if expected == Commit::Private {
+                self.own_pages += 1;
+                sequence.own.push(self.own_pages);
+            } else {
+                sequence.in_tree += 1;
+            }
             sequence.path = path;
             sequence.reserved -= 1;
         }
 
         fn fork(&mut self, index: usize) {
-            // The model tells private pages apart by family and path, so forks of private blocks go no further.
-            let before = &self.model.sequences[index];
-            if self.sequences.len() < 6 && (!before.is_private && before.in_tree == before.path.len()) {
-                self.families += 1;
-                let sequence = ModelSequence { reserved: 0, family: self.families, ..before.clone() };
-                self.model.sequences.push(sequence);
+            if self.sequences.len() < 6 {
+                let sequence = self.model.sequences[index].clone();
+                self.model.sequences.push(ModelSequence { reserved: 0, ..sequence });
                 self.sequences.push(self.cache.fork(&self.sequences[index]));
             }
         }
@@ -954,6 +943,8 @@ mod tests {
                 }
                 self.model.nodes.remove(path);
                 sequence.in_tree -= 1;
+                self.own_pages += 1;
+                sequence.own.push(self.own_pages);
             }
             self.model.sequences[index] = sequence;
         }

@@ -4,6 +4,7 @@
 //! (and `tools`). The answer, control tokens kept and cut before the first stop id, must equal `expected` entirely.
 
 use std::collections::BTreeMap;
+use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -12,8 +13,9 @@ use anyhow::{Context, bail};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::cache::Access;
 use crate::config::{DecodingDefaults, ModelSource};
-use crate::engine::runner::{Runner, Task, proceed};
+use crate::engine::runner::{Runner, Task};
 use crate::session::{Loaded, Session};
 
 /// Which questions, and how long answers may be.
@@ -95,7 +97,7 @@ impl Score {
 /// Takes the exam and prints the result.
 pub fn run(source: &ModelSource, decoding: &DecodingDefaults, exam: &Exam) -> anyhow::Result<ExitCode> {
     let questions = read(exam)?;
-    let Loaded { session, mut runner } = Loaded::open(source, decoding)?;
+    let Loaded { session, mut runner } = Loaded::open(source, decoding, 1)?;
     let started = Instant::now();
     let mut answers = Vec::with_capacity(questions.len());
     for (line, question) in questions {
@@ -140,10 +142,11 @@ fn ask(
         options: session.default_options.clone(),
         seed: session.default_seed.unwrap_or(0),
         stop_ids: session.stop_ids(),
+        cache: Access::Shared,
     };
-    let outcome = runner.run(&task, &mut proceed)?;
+    let outcome = runner.run(task, &mut |_| ControlFlow::Continue(()))?;
     let visible = match outcome.tokens.split_last() {
-        Some((last, rest)) if task.stop_ids.contains(last) => rest,
+        Some((last, rest)) if session.special.stop.contains(last) => rest,
         _ => &outcome.tokens[..],
     };
     let text = session.tokenizer.decode_with_specials(visible);

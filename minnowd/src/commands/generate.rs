@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use serde_json::{Value, json};
 
+use crate::cache::Access;
 use crate::config::{DecodingDefaults, ModelSource};
 use crate::engine::runner::{Progress, Task};
 use crate::session::Loaded;
@@ -34,7 +35,7 @@ pub fn run(source: &ModelSource, decoding: &DecodingDefaults, request: Request) 
         prompt.clear();
         std::io::stdin().read_to_string(&mut prompt).context("standard input")?;
     }
-    let Loaded { session, mut runner } = Loaded::open(source, decoding)?;
+    let Loaded { session, mut runner } = Loaded::open(source, decoding, 1)?;
     let ids = if request.raw {
         session.encode_raw(&prompt)?
     } else {
@@ -49,10 +50,12 @@ pub fn run(source: &ModelSource, decoding: &DecodingDefaults, request: Request) 
         options: session.default_options.clone(),
         seed: session.default_seed.unwrap_or_else(|| fastrand::u64(..)),
         stop_ids: session.stop_ids(),
+        cache: Access::Shared,
     };
     let mut output = OutputText::plain(&session.tokenizer, &[]).ending_at(&task.stop_ids);
     let mut printer = Printer { text: String::new(), is_silent: request.json };
-    let outcome = runner.run(&task, &mut |progress| {
+    let (prompt_ids, seed) = (task.prompt.clone(), task.seed);
+    let outcome = runner.run(task, &mut |progress| {
         if let Progress::Block { tokens, .. } = progress {
             printer.take(output.push(tokens));
         }
@@ -65,10 +68,10 @@ pub fn run(source: &ModelSource, decoding: &DecodingDefaults, request: Request) 
             "model": session.model_id,
             "backend": session.backend,
             "text": printer.text,
-            "prompt_ids": task.prompt,
+            "prompt_ids": prompt_ids,
             "token_ids": outcome.tokens,
             "finish_reason": outcome.reason.name(),
-            "seed": task.seed,
+            "seed": seed,
             "stats": {
                 "prompt_tokens": stats.prompt_tokens,
                 "completion_tokens": stats.completion_tokens,

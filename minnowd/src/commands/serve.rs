@@ -11,10 +11,12 @@ use anyhow::Context;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
 
-use crate::config::{DecodingDefaults, ModelSource, ServeConfig};
+use crate::config::{DecodingDefaults, KeptPrefixes, ModelSource, ServeConfig};
+use crate::engine::runner::Runner;
 use crate::engine::{self, EngineHandle, State};
 use crate::http::{App, HttpOptions, Listener};
-use crate::session::{Loaded, ServeDefaults};
+use crate::persist::{self, CacheKey, Identity};
+use crate::session::{Loaded, ServeDefaults, Session};
 
 /// The worker failed: a supervisor should start the process again (`EX_SOFTWARE`).
 const EXIT_WORKER_FAILED: u8 = 70;
@@ -38,7 +40,7 @@ async fn serve(config: ServeConfig) -> anyhow::Result<ExitCode> {
     for address in &config.listen {
         listeners.push(Listener::bind(address).await.with_context(|| format!("--listen {address}"))?);
     }
-    let engine = EngineHandle::loading(config.queue_capacity);
+    let engine = EngineHandle::loading(config.queue);
     let app = App::new(engine.clone(), http_options(&config));
     let shutdown = app.shutdown();
     let server = tokio::spawn(crate::http::serve(listeners, app.clone()));
@@ -52,8 +54,9 @@ async fn serve(config: ServeConfig) -> anyhow::Result<ExitCode> {
         // Loading holds nothing that must be cleaned up.
         code = signals.next() => return Ok(ExitCode::from(code)),
     };
-    let Loaded { session, runner } = loaded;
+    let Loaded { session, mut runner } = loaded;
     let session = Arc::new(session);
+    let kept = config.kept_prefixes.as_ref().map(|kept| Kept::open(kept, &session, &mut runner)).transpose()?;
     info!(model = session.model_id, backend = session.backend, context = session.context, "ready");
     app.ready(Arc::clone(&session));
     let worker = engine::start(&engine, runner).context("the inference thread")?;
@@ -81,15 +84,49 @@ async fn serve(config: ServeConfig) -> anyhow::Result<ExitCode> {
         code = signals.next() => return Ok(ExitCode::from(code)),
     }
     shutdown.wait(FAILURE_GRACE).await;
-    if drained_now(&engine) {
-        let _ = tokio::task::spawn_blocking(move || worker.join()).await;
+    if drained_now(&engine)
+        && let Ok(Ok(Some(runner))) = tokio::task::spawn_blocking(move || worker.join()).await
+        && let Some(kept) = kept
+    {
+        kept.save(&runner);
     }
     info!("done");
     Ok(ExitCode::SUCCESS)
 }
 
+/// Known prefixes that outlive the process.
+struct Kept {
+    key: CacheKey,
+    config: KeptPrefixes,
+}
+
+impl Kept {
+    /// Binds the folder to this model and build, and hands what it holds to the runner.
+    fn open(config: &KeptPrefixes, session: &Session, runner: &mut Runner) -> anyhow::Result<Self> {
+        let checkpoint = session.content.as_deref().context(
+            "--cache-dir needs a .mnw model: its digests say whose keys and values a file holds; safetensors have none",
+        )?;
+        let arithmetic = runner.backend().arithmetic();
+        let identity = Identity { checkpoint, arithmetic: &arithmetic, program: crate::VERSION };
+        let key = CacheKey::new(&identity, runner.backend().page_bytes());
+        match persist::open(&config.folder, &key) {
+            Ok(Some(loader)) => runner.restore(loader),
+            Ok(None) => {}
+            Err(ignored) => warn!("{ignored}"),
+        }
+        Ok(Self { key, config: config.clone() })
+    }
+
+    fn save(&self, runner: &Runner) {
+        match persist::save(&self.config.folder, &self.key, self.config.bytes_max, runner.cache(), runner.backend()) {
+            Ok(saved) => info!(blocks = saved.blocks, left_out = saved.left_out, "prefix cache saved"),
+            Err(error) => warn!("prefix cache: {error}"),
+        }
+    }
+}
+
 fn load(source: &ModelSource, decoding: &DecodingDefaults, defaults: ServeDefaults) -> anyhow::Result<Loaded> {
-    let mut loaded = Loaded::open(source, decoding)?;
+    let mut loaded = Loaded::open(source, decoding, defaults.queue.running_max)?;
     loaded.session.apply(defaults);
     Ok(loaded)
 }
@@ -98,7 +135,7 @@ fn serve_defaults(config: &ServeConfig) -> ServeDefaults {
     ServeDefaults {
         alias: config.alias.clone(),
         max_tokens: config.max_tokens,
-        queue_capacity: config.queue_capacity,
+        queue: config.queue,
     }
 }
 

@@ -22,8 +22,8 @@ const SAMPLE: &str = "Once upon a time there was a sheep who lived in a garden a
 /// Compares the two backends and prints the report.
 pub fn run(source: &ModelSource, against: Device, text: Option<String>, as_json: bool) -> anyhow::Result<ExitCode> {
     let opened = Opened::new(source)?;
-    let mut subject = opened.backend(source, source.device)?;
-    let mut reference = opened.backend(source, against)?;
+    let mut subject = opened.backend(source, source.device, 1)?;
+    let mut reference = opened.backend(source, against, 1)?;
     let session = opened.session(source, &DecodingDefaults::default(), &*subject)?;
     let tokens = tokens(&session, text.as_deref().unwrap_or(SAMPLE))?;
     let report = compare(&mut *subject, &mut *reference, &tokens, TOLERANCE_F32)?;

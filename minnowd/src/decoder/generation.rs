@@ -23,6 +23,8 @@ pub struct Generation {
     prompt_len: usize,
     /// Positions whose K/V are in place; whole blocks.
     committed: usize,
+    /// Positions whose K/V have to be there before a block is refined: the prompt's, and more after a rewind.
+    prefill_end: usize,
     /// End of the output: prompt and budget, or less once a stop id was found.
     requested: usize,
     stop_ids: Vec<u32>,
@@ -230,6 +232,7 @@ impl Generation {
             sequence: prompt.to_vec(),
             prompt_len: prompt.len(),
             committed: 0,
+            prefill_end: prompt.len() / BLOCK * BLOCK,
             requested,
             stop_ids: stop_ids.to_vec(),
             options,
@@ -246,7 +249,7 @@ impl Generation {
     pub fn action(&self) -> Action<'_> {
         match &self.phase {
             Phase::Prefill => {
-                Action::Prefill { start: self.committed, tokens: &self.sequence[self.committed..self.prompt_blocks()] }
+                Action::Prefill { start: self.committed, tokens: &self.sequence[self.committed..self.prefill_end] }
             }
             Phase::Refine(decoder, block) => {
                 let (tokens, needs_logits) = (decoder.tokens(), decoder.needs_logits());
@@ -268,7 +271,7 @@ impl Generation {
     pub fn prefilled(&mut self, positions: usize) {
         assert!(matches!(self.phase, Phase::Prefill), "no prompt is being read");
         assert!(positions.is_multiple_of(BLOCK), "{positions} positions are not whole blocks");
-        assert!(positions <= self.prompt_blocks() - self.committed, "more was read than asked for");
+        assert!(positions <= self.prefill_end - self.committed, "more was read than asked for");
         self.committed += positions;
         self.leave_prefill();
     }
@@ -311,8 +314,34 @@ impl Generation {
         self.start_block()
     }
 
+    /// Says that all K/V are lost. What is final stays final and is read again like a prompt; the active block begins
+    /// anew and, with the same seed, ends the same.
+    pub fn rewind(&mut self) {
+        match self.phase {
+            Phase::Finished(_) => return,
+            Phase::Prefill => {}
+            // The finished block is read with the others.
+            Phase::Commit => self.prefill_end = self.sequence.len(),
+            Phase::Refine(..) => self.prefill_end = self.committed,
+        }
+        self.committed = 0;
+        self.phase = Phase::Prefill;
+        self.leave_prefill();
+    }
+
+    /// The last block of a finished output, if it can be kept: all of it was generated and shown, and the last forward
+    /// saw exactly its tokens.
+    #[must_use]
+    pub fn kept_block(&self) -> Option<&[u32]> {
+        let block = &self.sequence[self.committed..];
+        let is_whole = matches!(self.phase, Phase::Finished(_)) && self.requested == self.sequence.len();
+        (is_whole && block.len() == BLOCK && self.staged == block).then_some(block)
+    }
+
     /// Ends the output after the blocks finished so far: a stop string was found in their text.
     pub fn stop(&mut self) {
+        // The client does not see all of the last block.
+        self.staged.clear();
         self.requested = self.requested.min(self.sequence.len());
         self.phase = Phase::Finished(FinishReason::Stop);
     }
@@ -341,13 +370,8 @@ impl Generation {
         KeyedUniforms { seed, choice, block: (self.committed / BLOCK) as u64 }
     }
 
-    /// End of the complete prompt blocks.
-    fn prompt_blocks(&self) -> usize {
-        self.prompt_len / BLOCK * BLOCK
-    }
-
     fn leave_prefill(&mut self) {
-        if self.committed < self.prompt_blocks() {
+        if self.committed < self.prefill_end {
             return;
         }
         if self.requested == self.prompt_len {

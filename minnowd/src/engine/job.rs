@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 
+use crate::cache::Access;
 use crate::decoder::{FinishReason, Options};
 use crate::text::{Delta, OutputText};
 
@@ -21,6 +22,8 @@ pub struct Job {
     pub seed: u64,
     /// Ids that end the output, the id itself included.
     pub stop_ids: Arc<[u32]>,
+    /// Whether blocks of others may be reused, and these be offered to others (`cache_prompt`).
+    pub cache: Access,
     /// Turns committed ids into text and tool calls, and says when a stop string ended the output.
     pub text: OutputText,
     /// Whether refinement steps and prompt progress are worth an event.
@@ -173,17 +176,23 @@ pub enum JobError {
         /// Steps taken.
         steps: usize,
     },
-    /// The cache has no room for the next block.
-    #[error("the cache has {free} free pages, {needed} are needed")]
+    /// Prompt and output need more pages than the cache has.
+    #[error("{needed} pages of 32 positions are needed, but the cache has {free}")]
     Capacity {
         /// Pages needed.
         needed: usize,
-        /// Pages free.
+        /// Pages there are.
         free: usize,
     },
     /// The model could not run; the engine ends.
     #[error("the model failed: {0}")]
     Model(String),
+    /// The job waited longer than jobs may.
+    #[error("no slot became free within {:.1} s", waited.as_secs_f64())]
+    QueueTimeout {
+        /// How long it waited.
+        waited: Duration,
+    },
     /// The engine is shutting down.
     #[error("the server is shutting down")]
     Draining,

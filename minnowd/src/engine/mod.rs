@@ -1,30 +1,42 @@
-//! The one thread that owns the model and its cache, and the bounded queue in front of it.
+//! The one thread that owns the model, its cache and its scheduler, and the bounded queue in front of it.
 //!
-//! HTTP submits [`Job`]s and gets [`Event`]s back; both are plain structs. Jobs run one at a time, in the order they
-//! came. A job ends at the next forward after its [`Cancel`] is set or its receiver is dropped. A panic in the thread
-//! fails the running and the waiting jobs and is reported by [`EngineHandle::health`]; the process should then end.
+//! HTTP submits [`Job`]s and gets [`Event`]s back; both are plain structs. Jobs run side by side, as many as the
+//! [`Limits`] of the runner say. A job ends at the next forward after its [`Cancel`] is set or its receiver is dropped,
+//! wherever it is: waiting, reading its prompt, refining.
+//!
+//! A client never holds the engine. Its events go into a bounded channel; while that is full, progress is dropped,
+//! text waits in front of it, and the request is left out of steps. A client that has taken nothing for
+//! [`BLOCKED_CLIENT_MAX`] counts as gone.
+//!
+//! A panic in the thread or an error of the model fails all jobs and is reported by [`EngineHandle::health`]; the
+//! process should then end.
 
+mod client;
 mod job;
 pub mod runner;
 
-use std::collections::VecDeque;
-use std::ops::ControlFlow;
+use std::collections::{BTreeMap, VecDeque};
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tokio::sync::mpsc::error::TrySendError;
-use tracing::error;
+use tracing::{error, info};
 
+use client::Client;
+use runner::{Counters, Pages, Report, RequestId, Runner};
+
+use crate::cache::CacheStats;
 pub use crate::decoder::FinishReason;
 pub use job::{BlockStats, Cancel, Event, Finish, Job, JobError, JobStats, SubmitError};
-use runner::{Progress, Runner, Stop, Task};
 
-/// How long a full event channel may block the engine before its client counts as gone.
-const BLOCKED_CLIENT_MAX: Duration = Duration::from_secs(60);
-/// How often a full event channel is tried again.
-const BLOCKED_CLIENT_POLL: Duration = Duration::from_millis(2);
+/// How long a client may take nothing before it counts as gone.
+pub const BLOCKED_CLIENT_MAX: Duration = Duration::from_secs(60);
+/// How often full channels are looked at when there is nothing else to do.
+const HELD_POLL: Duration = Duration::from_millis(2);
+
+/// Saved blocks read between two steps: a few hundred microseconds.
+const RESTORED_BLOCKS_A_STEP: usize = 4;
 
 /// What the engine is doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,14 +60,25 @@ pub struct Health {
     pub active: usize,
     /// Jobs waiting.
     pub queued: usize,
-    /// Forwards so far.
-    pub forwards: u64,
-    /// Sequences in those forwards.
-    pub sequence_forwards: u64,
-    /// Most sequences in one forward.
-    pub max_batch: usize,
+    /// What it has done so far.
+    pub counters: Counters,
+    /// Pages of keys and values.
+    pub pages: Pages,
+    /// What the prefix cache has done so far.
+    pub cache: CacheStats,
     /// When the thread last made progress; being idle counts as progress.
     pub heartbeat: Instant,
+}
+
+/// How many jobs may be there, and for how long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct QueueLimits {
+    /// Jobs that run at once.
+    pub running_max: usize,
+    /// Jobs that may wait.
+    pub waiting_max: usize,
+    /// How long a job may wait; `None` is as long as its client does.
+    pub wait_max: Option<Duration>,
 }
 
 /// The way in for HTTP: cheap to clone, never blocks.
@@ -67,18 +90,24 @@ pub struct EngineHandle {
 struct Shared {
     inner: Mutex<Inner>,
     changed: Condvar,
-    capacity: usize,
+    limits: QueueLimits,
 }
 
 struct Inner {
     state: State,
-    waiting: VecDeque<Waiting>,
+    /// Jobs that the thread has not seen yet.
+    inbox: VecDeque<Arrived>,
+    /// Jobs that the thread has taken over: running and waiting ones.
     active: usize,
-    forwards: u64,
+    queued: usize,
+    counters: Counters,
+    pages: Pages,
+    cache: CacheStats,
     heartbeat: Instant,
+    is_idle: bool,
 }
 
-struct Waiting {
+struct Arrived {
     job: Job,
     since: Instant,
 }
@@ -91,17 +120,21 @@ impl Shared {
 }
 
 impl EngineHandle {
-    /// A handle whose engine is still to come; [`start`] makes it ready. At most `capacity` jobs may wait.
+    /// A handle whose engine is still to come; [`start`] makes it ready.
     #[must_use]
-    pub fn loading(capacity: usize) -> Self {
+    pub fn loading(limits: QueueLimits) -> Self {
         let inner = Inner {
             state: State::Loading,
-            waiting: VecDeque::new(),
+            inbox: VecDeque::new(),
             active: 0,
-            forwards: 0,
+            queued: 0,
+            counters: Counters::default(),
+            pages: Pages::default(),
+            cache: CacheStats::default(),
             heartbeat: Instant::now(),
+            is_idle: true,
         };
-        Self { shared: Arc::new(Shared { inner: Mutex::new(inner), changed: Condvar::new(), capacity }) }
+        Self { shared: Arc::new(Shared { inner: Mutex::new(inner), changed: Condvar::new(), limits }) }
     }
 
     /// Puts a job into the queue, or says why not.
@@ -113,12 +146,13 @@ impl EngineHandle {
             State::Draining => return Err(SubmitError::Draining),
             State::Failed => return Err(SubmitError::WorkerFailed),
         }
-        inner.forget_cancelled();
-        let queued = inner.waiting.len();
-        if inner.active + queued > self.shared.capacity {
-            return Err(SubmitError::QueueFull { queued, capacity: self.shared.capacity });
+        inner.inbox.retain(|arrived| !arrived.job.is_abandoned());
+        let present = inner.active + inner.queued + inner.inbox.len();
+        let QueueLimits { running_max, waiting_max, .. } = self.shared.limits;
+        if present >= running_max + waiting_max {
+            return Err(SubmitError::QueueFull { queued: present - inner.active, capacity: waiting_max });
         }
-        inner.waiting.push_back(Waiting { job, since: Instant::now() });
+        inner.inbox.push_back(Arrived { job, since: Instant::now() });
         drop(inner);
         self.shared.changed.notify_all();
         Ok(())
@@ -127,91 +161,105 @@ impl EngineHandle {
     /// The engine's state and counters.
     #[must_use]
     pub fn health(&self) -> Health {
-        let mut inner = self.shared.lock();
-        inner.forget_cancelled();
+        let inner = self.shared.lock();
         Health {
             state: inner.state,
             active: inner.active,
-            queued: inner.waiting.len(),
-            forwards: inner.forwards,
-            sequence_forwards: inner.forwards,
-            max_batch: usize::from(inner.forwards > 0),
-            heartbeat: if inner.active == 0 { Instant::now() } else { inner.heartbeat },
+            queued: inner.queued + inner.inbox.iter().filter(|arrived| !arrived.job.is_abandoned()).count(),
+            counters: inner.counters,
+            pages: inner.pages,
+            cache: inner.cache,
+            heartbeat: if inner.is_idle { Instant::now() } else { inner.heartbeat },
         }
     }
 
-    /// Refuses new jobs and fails the waiting ones; the running one may end.
+    /// Refuses new jobs and fails the waiting ones; running ones may end.
     pub fn drain(&self) {
         let mut inner = self.shared.lock();
         if inner.state != State::Failed {
             inner.state = State::Draining;
         }
-        let waiting = std::mem::take(&mut inner.waiting);
+        let inbox = std::mem::take(&mut inner.inbox);
         drop(inner);
         self.shared.changed.notify_all();
-        for Waiting { job, .. } in waiting {
+        for Arrived { job, .. } in inbox {
             let _ = job.events.try_send(Event::Failed(JobError::Draining));
         }
     }
-
-    fn fail(&self, running: Option<&tokio::sync::mpsc::Sender<Event>>, message: &str) {
-        let mut inner = self.shared.lock();
-        inner.state = State::Failed;
-        inner.active = 0;
-        let waiting = std::mem::take(&mut inner.waiting);
-        drop(inner);
-        let failed = waiting.iter().map(|waiting| &waiting.job.events).chain(running);
-        for events in failed {
-            let _ = events.try_send(Event::Failed(JobError::Model(message.to_owned())));
-        }
-    }
 }
 
-impl Inner {
-    /// Drops waiting jobs that nobody waits for any more.
-    fn forget_cancelled(&mut self) {
-        self.waiting.retain(|waiting| !waiting.job.cancel.is_cancelled() && !waiting.job.events.is_closed());
-    }
-}
-
-/// Starts the engine's thread on a loaded model and makes `handle` ready.
+/// Starts the engine's thread on a loaded model and makes `handle` ready. The thread gives the runner back when it has
+/// drained, and nothing if it failed.
 ///
 /// # Errors
 /// If the thread cannot be started.
-pub fn start(handle: &EngineHandle, mut runner: Runner) -> std::io::Result<JoinHandle<()>> {
-    let handle = handle.clone();
+pub fn start(handle: &EngineHandle, runner: Runner) -> std::io::Result<JoinHandle<Option<Runner>>> {
+    let shared = Arc::clone(&handle.shared);
     std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
         {
-            let mut inner = handle.shared.lock();
+            let mut inner = shared.lock();
             if inner.state == State::Loading {
                 inner.state = State::Ready;
             }
         }
-        while let Some(Waiting { job, since }) = handle.next() {
-            let events = job.events.clone();
-            let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| run(&handle, &mut runner, job, since)));
-            match outcome {
-                Ok(ControlFlow::Continue(())) => handle.shared.lock().active = 0,
-                Ok(ControlFlow::Break(message)) => return handle.fail(Some(&events), &message),
-                Err(_) => {
-                    error!("the inference thread panicked");
-                    return handle.fail(Some(&events), "the inference thread panicked");
-                }
-            }
-        }
+        let mut engine = Engine { shared, runner, clients: BTreeMap::new() };
+        let failure = match std::panic::catch_unwind(AssertUnwindSafe(|| engine.serve())) {
+            Ok(Ok(())) => return Some(engine.runner),
+            Ok(Err(message)) => message,
+            Err(_) => "the inference thread panicked".to_owned(),
+        };
+        error!("{failure}");
+        engine.fail(&failure);
+        None
     })
 }
 
-impl EngineHandle {
-    /// Waits for a job; `None` when the engine is to end.
-    fn next(&self) -> Option<Waiting> {
+/// What the thread owns.
+struct Engine {
+    shared: Arc<Shared>,
+    runner: Runner,
+    clients: BTreeMap<RequestId, Client>,
+}
+
+impl Engine {
+    /// Serves until drained. Fails with a message if the model can run no more.
+    fn serve(&mut self) -> Result<(), String> {
+        loop {
+            let Some(arrived) = self.intake() else {
+                // What was saved before and not read yet would be lost when the cache is saved again.
+                self.restore(usize::MAX);
+                return Ok(());
+            };
+            self.restore(RESTORED_BLOCKS_A_STEP);
+            for Arrived { job, since } in arrived {
+                self.admit(job, since);
+            }
+            self.drop_abandoned();
+            for (id, client) in &mut self.clients {
+                self.runner.hold(*id, !client.deliver());
+            }
+            self.clients.retain(|_, client| !client.is_served());
+            let step = self.runner.step().map_err(|error| error.to_string())?;
+            for report in step.reports {
+                self.route(report);
+            }
+            self.publish();
+            if step.is_idle && !self.clients.is_empty() {
+                // Everyone is held by a slow client.
+                std::thread::sleep(HELD_POLL);
+            }
+        }
+    }
+
+    /// Takes new jobs; waits for them if there is nothing else to do. `None` once drained.
+    fn intake(&self) -> Option<VecDeque<Arrived>> {
         let mut inner = self.shared.lock();
         loop {
-            inner.forget_cancelled();
             inner.heartbeat = Instant::now();
-            if let Some(waiting) = inner.waiting.pop_front() {
-                inner.active = 1;
-                return Some(waiting);
+            inner.is_idle = self.clients.is_empty();
+            let is_restoring = self.runner.is_restoring() && inner.state != State::Draining;
+            if !inner.inbox.is_empty() || !self.clients.is_empty() || is_restoring {
+                return Some(std::mem::take(&mut inner.inbox));
             }
             if inner.state == State::Draining {
                 return None;
@@ -220,82 +268,81 @@ impl EngineHandle {
         }
     }
 
-    fn count_forward(&self) {
+    fn admit(&mut self, job: Job, since: Instant) {
+        if job.is_abandoned() {
+            return;
+        }
+        let (task, client) = Client::new(job, since);
+        match self.runner.submit(task) {
+            Ok(id) => {
+                self.clients.insert(id, client);
+            }
+            Err(error) => client.refuse(error),
+        }
+    }
+
+    /// Reads some of what an earlier process saved.
+    fn restore(&mut self, blocks: usize) {
+        if let Some(report) = self.runner.restore_some(blocks) {
+            info!("prefix cache: {report}");
+        }
+    }
+
+    /// Ends jobs that nobody waits for, that waited too long, or that may not start any more.
+    fn drop_abandoned(&mut self) {
+        let is_draining = self.shared.lock().state == State::Draining;
+        let wait_max = self.shared.limits.wait_max;
+        let runner = &mut self.runner;
+        self.clients.retain(|id, client| {
+            let refusal = if client.is_gone() {
+                None
+            } else if client.is_waiting() && is_draining {
+                Some(JobError::Draining)
+            } else if client.is_waiting() && wait_max.is_some_and(|limit| client.age() > limit) {
+                Some(JobError::QueueTimeout { waited: client.age() })
+            } else {
+                return true;
+            };
+            runner.cancel(*id);
+            if let Some(error) = refusal {
+                client.send(Event::Failed(error));
+            }
+            false
+        });
+    }
+
+    /// Turns a report into the client's event.
+    fn route(&mut self, Report { id, progress }: Report) {
+        let Some(client) = self.clients.get_mut(&id) else { return };
+        if let Some(visible) = client.take(progress) {
+            self.runner.stop(id, visible);
+        }
+        if client.is_served() {
+            self.clients.remove(&id);
+        }
+    }
+
+    fn publish(&self) {
         let mut inner = self.shared.lock();
-        inner.forwards += 1;
+        inner.active = self.clients.values().filter(|client| !client.is_waiting()).count();
+        inner.queued = self.clients.len() - inner.active;
+        inner.counters = self.runner.counters();
+        inner.pages = self.runner.pages();
+        inner.cache = self.runner.cache_stats();
         inner.heartbeat = Instant::now();
     }
-}
 
-/// Runs one job to its end. Breaks with a message if the model can run no more.
-fn run(handle: &EngineHandle, runner: &mut Runner, job: Job, since: Instant) -> ControlFlow<String> {
-    let Job { prompt, max_new, options, seed, stop_ids, mut text, wants_progress, events, cancel } = job;
-    let task = Task { prompt, max_new, options, seed, stop_ids };
-    let queued = since.elapsed();
-    let admitted = Instant::now();
-    if send(&events, Event::Admitted { queued, cached_tokens: 0 }).is_break() {
-        return ControlFlow::Continue(());
-    }
-    let mut completion_tokens = 0;
-    let outcome = runner.run(&task, &mut |progress| {
-        if cancel.is_cancelled() || events.is_closed() {
-            return ControlFlow::Break(Stop::Cancelled);
+    fn fail(&mut self, message: &str) {
+        let mut inner = self.shared.lock();
+        inner.state = State::Failed;
+        (inner.active, inner.queued) = (0, 0);
+        let inbox = std::mem::take(&mut inner.inbox);
+        drop(inner);
+        for Arrived { job, .. } in inbox {
+            let _ = job.events.try_send(Event::Failed(JobError::Model(message.to_owned())));
         }
-        match progress {
-            Progress::Forward => handle.count_forward(),
-            Progress::Prefilled { processed, total } if wants_progress => {
-                let _ = events.try_send(Event::Prefilled { processed, total, elapsed: admitted.elapsed() });
-            }
-            Progress::Step { block } if wants_progress => {
-                let _ = events.try_send(Event::Step { block });
-            }
-            Progress::Prefilled { .. } | Progress::Step { .. } => {}
-            Progress::Block { tokens, block } => {
-                completion_tokens += tokens.len();
-                let deltas = text.push(tokens);
-                if send(&events, Event::Block { deltas, block, completion_tokens, text_tokens: text.text_tokens() }).is_break() {
-                    return ControlFlow::Break(Stop::Cancelled);
-                }
-                if text.is_stopped() {
-                    return ControlFlow::Break(Stop::Text);
-                }
-            }
-        }
-        ControlFlow::Continue(())
-    });
-    let event = match outcome {
-        Ok(outcome) => {
-            let deltas = text.finish();
-            let mut stats = outcome.stats;
-            stats.queued = queued;
-            stats.text_tokens = text.text_tokens();
-            Event::Finished(Finish {
-                reason: outcome.reason,
-                deltas,
-                tokens: outcome.tokens,
-                tool_parse_error: text.parse_error(),
-                stats,
-            })
-        }
-        Err(JobError::Model(message)) => return ControlFlow::Break(message),
-        Err(error) => Event::Failed(error),
-    };
-    let _ = send(&events, event);
-    ControlFlow::Continue(())
-}
-
-/// Delivers an event, waiting for a slow reader up to [`BLOCKED_CLIENT_MAX`]. Breaks if the client is gone.
-fn send(events: &tokio::sync::mpsc::Sender<Event>, mut event: Event) -> ControlFlow<()> {
-    let deadline = Instant::now() + BLOCKED_CLIENT_MAX;
-    loop {
-        match events.try_send(event) {
-            Ok(()) => return ControlFlow::Continue(()),
-            Err(TrySendError::Closed(_)) => return ControlFlow::Break(()),
-            Err(TrySendError::Full(_)) if Instant::now() >= deadline => return ControlFlow::Break(()),
-            Err(TrySendError::Full(back)) => {
-                event = back;
-                std::thread::sleep(BLOCKED_CLIENT_POLL);
-            }
+        for client in self.clients.values_mut() {
+            client.send(Event::Failed(JobError::Model(message.to_owned())));
         }
     }
 }

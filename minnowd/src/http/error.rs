@@ -65,6 +65,8 @@ pub(crate) enum Code {
     Draining,
     /// No room in the cache, or no idle slot.
     Capacity,
+    /// No slot became free in time.
+    QueueTimeout,
     /// The inference worker has stopped.
     WorkerFailed,
 }
@@ -103,6 +105,7 @@ impl Code {
             Self::ModelLoading => (StatusCode::SERVICE_UNAVAILABLE, UNAVAILABLE, "model_loading"),
             Self::Draining => (StatusCode::SERVICE_UNAVAILABLE, UNAVAILABLE, "draining"),
             Self::Capacity => (StatusCode::SERVICE_UNAVAILABLE, UNAVAILABLE, "capacity"),
+            Self::QueueTimeout => (StatusCode::SERVICE_UNAVAILABLE, UNAVAILABLE, "queue_timeout"),
             Self::WorkerFailed => (StatusCode::SERVICE_UNAVAILABLE, UNAVAILABLE, "worker_failed"),
         }
     }
@@ -110,7 +113,7 @@ impl Code {
     /// Seconds after which trying again makes sense, where waiting helps.
     fn retry_after(self) -> Option<&'static str> {
         match self {
-            Self::QueueFull | Self::ModelLoading | Self::Capacity => Some("1"),
+            Self::QueueFull | Self::ModelLoading | Self::Capacity | Self::QueueTimeout => Some("1"),
             Self::Draining => Some("5"),
             _ => None,
         }
@@ -219,6 +222,7 @@ impl From<JobError> for ApiError {
         let code = match &error {
             JobError::NotConverged { .. } => Code::NotConverged,
             JobError::Capacity { .. } => Code::Capacity,
+            JobError::QueueTimeout { .. } => Code::QueueTimeout,
             JobError::Draining | JobError::Cancelled => Code::Draining,
             JobError::Invalid(_) => return Self::internal(),
             // What the model said may name files and devices, so it stays in the log.

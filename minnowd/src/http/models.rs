@@ -30,11 +30,20 @@ pub(crate) async fn health(State(app): State<App>) -> Response {
         "queued_requests": health.queued,
         "n_ctx": session.map(|session| session.context),
         "batching": {
-            "forward_batches": health.forwards,
-            "sequence_forwards": health.sequence_forwards,
-            "max_batch_size": health.max_batch,
+            "forward_batches": health.counters.forwards,
+            "sequence_forwards": health.counters.sequence_forwards,
+            "max_batch_size": health.counters.batch_max,
             "kv_growths": 0,
+            // Nothing is rejected for want of pages: the youngest request gives way and is computed again.
             "kv_pressure_rejections": 0,
+            "kv_preemptions": health.counters.preemptions,
+        },
+        "cache": {
+            "pages": health.pages.total,
+            "running_pages": health.pages.running,
+            "idle_pages": health.pages.idle,
+            "hit_tokens": health.cache.hit_tokens,
+            "evicted_blocks": health.cache.evicted,
         },
     });
     match app.check_state() {

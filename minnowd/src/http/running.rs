@@ -41,6 +41,7 @@ impl Running {
             options: order.options,
             seed: order.seed,
             stop_ids: order.stop_ids,
+            cache: order.cache,
             text: order.text,
             wants_progress: order.wants_progress,
             events: sender,

@@ -24,6 +24,7 @@ use super::fields::Fields;
 use super::gate::RequestId;
 use super::running::Running;
 use super::{App, body, ids, models, stream};
+use crate::cache::Access;
 use crate::decoder::Options;
 use crate::session::Session;
 use crate::text::{Delta, OutputText};
@@ -54,6 +55,8 @@ pub(crate) struct Order {
     pub seed: u64,
     /// Ids that end the output.
     pub stop_ids: Arc<[u32]>,
+    /// Whether known blocks are reused, and new ones offered to others.
+    pub cache: Access,
     /// Turns ids into text and calls.
     pub text: OutputText,
     /// Whether refinement events are wanted.
@@ -113,6 +116,7 @@ impl Draft {
             options: settings.options,
             seed,
             stop_ids: session.stop_ids(),
+            cache: settings.cache,
             text,
             wants_progress: settings.wants_progress(),
             settings: described,

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use crate::cache::Access;
 use crate::decoder::Options;
 use crate::http::error::{ApiError, Code};
 use crate::http::fields::{Fields, as_text, wrong_type, wrong_value};
@@ -94,6 +95,8 @@ pub(crate) struct Settings {
     pub options: Options,
     /// `None` leaves it to the server.
     pub seed: Option<u64>,
+    /// Whether known blocks are reused, and new ones offered to others.
+    pub cache: Access,
     /// Strings that end the output.
     pub stops: Vec<String>,
     /// Events instead of one answer.
@@ -131,9 +134,11 @@ impl Settings {
         for name in WITHOUT_EFFECT {
             fields.take(name);
         }
-        // There is nothing to choose yet: prompts are always read anew.
-        fields.boolean("cache_prompt")?;
         Ok(Self {
+            cache: match fields.boolean("cache_prompt")? {
+                Some(false) => Access::Private,
+                Some(true) | None => Access::Shared,
+            },
             limit: read_limit(fields)?,
             options: read_options(fields, defaults)?,
             #[expect(clippy::cast_sign_loss, reason = "only the negative value -1 passes, and it is filtered out")]

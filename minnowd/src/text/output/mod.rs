@@ -199,6 +199,16 @@ impl OutputText {
         self.text_tokens
     }
 
+    /// Bytes of text that these ids stand for, control tokens left out.
+    #[must_use]
+    pub fn text_bytes(&self, ids: &[u32]) -> usize {
+        let bytes = |id: &u32| match self.tokenizer.token(*id) {
+            Some(Token::Text(bytes)) => bytes.len(),
+            Some(Token::Special(_)) | None => 0,
+        };
+        ids.iter().map(bytes).sum()
+    }
+
     /// Calls that are complete.
     #[must_use]
     pub fn complete_calls(&self) -> usize {
