@@ -65,6 +65,8 @@ pub struct Session {
     pub file_type: String,
     /// The backend in words.
     pub backend: String,
+    /// Memory for keys and values.
+    pub cache_bytes: u64,
     /// Requests that run at once.
     pub parallel: usize,
     /// Requests that may wait.
@@ -237,6 +239,7 @@ impl Opened {
             file_bytes: self.checkpoint.files().iter().map(|file| file.len()).sum(),
             file_type: self.file_type(),
             backend: backend.describe(),
+            cache_bytes: backend.page_count() as u64 * backend.page_bytes() as u64,
             parallel: 1,
             queue_capacity: 0,
         })

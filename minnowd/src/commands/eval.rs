@@ -139,7 +139,7 @@ fn ask(
     let task = Task {
         max_new: session.room_after(prompt.len())?.min(max_tokens),
         prompt,
-        options: session.default_options.clone(),
+        options: session.default_options,
         seed: session.default_seed.unwrap_or(0),
         stop_ids: session.stop_ids(),
         cache: Access::Shared,

@@ -47,7 +47,7 @@ pub fn run(source: &ModelSource, decoding: &DecodingDefaults, request: Request) 
     let task = Task {
         prompt: ids,
         max_new: request.max_tokens.map_or(room, |limit| limit.min(room)),
-        options: session.default_options.clone(),
+        options: session.default_options,
         seed: session.default_seed.unwrap_or_else(|| fastrand::u64(..)),
         stop_ids: session.stop_ids(),
         cache: Access::Shared,

@@ -83,7 +83,7 @@ fn own_props(app: &App, session: &Session) -> Value {
         "capabilities": {
             "logprobs": false, "n": 1, "response_format": "text", "resumable_streams": false, "strict_tools": false,
         },
-        "cache": { "slots": 0, "budget_bytes": 0, "reuse_threshold": 0 },
+        "cache": { "slots": session.parallel, "budget_bytes": session.cache_bytes, "reuse_threshold": minnow_common::BLOCK },
         "parallel": session.parallel,
         "queue_capacity": session.queue_capacity,
         "generation_defaults":
