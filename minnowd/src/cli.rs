@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use minnow_formats::io::IoBackend;
 use minnow_kernels::cpu::Isa;
@@ -77,10 +78,10 @@ struct DecodingArgs {
     #[arg(long, value_name = "VERSION", env = "MINNOWD_ALGORITHM")]
     algorithm: Option<Algorithm>,
     /// Confidence above which a masked position is filled (0 to 1)
-    #[arg(long, value_name = "P", env = "MINNOWD_THRESHOLD")]
+    #[arg(long, value_name = "P", env = "MINNOWD_THRESHOLD", allow_negative_numbers = true)]
     threshold: Option<f32>,
     /// Confidence above which a filled position is rewritten (0 to 1)
-    #[arg(long, value_name = "P", env = "MINNOWD_EDITING_THRESHOLD")]
+    #[arg(long, value_name = "P", env = "MINNOWD_EDITING_THRESHOLD", allow_negative_numbers = true)]
     editing_threshold: Option<f32>,
     /// Steps over which the masks of a block are scheduled
     #[arg(long, value_name = "N", env = "MINNOWD_STEPS")]
@@ -92,13 +93,13 @@ struct DecodingArgs {
     #[arg(long, value_name = "N", env = "MINNOWD_MAX_STEPS_PER_BLOCK")]
     max_steps_per_block: Option<usize>,
     /// Sampling temperature; 0 is greedy
-    #[arg(long, value_name = "T", env = "MINNOWD_TEMPERATURE")]
+    #[arg(long, value_name = "T", env = "MINNOWD_TEMPERATURE", allow_negative_numbers = true)]
     temperature: Option<f32>,
     /// Sample among the K best tokens; 0 is all
     #[arg(long, value_name = "K", env = "MINNOWD_TOP_K")]
     top_k: Option<usize>,
     /// Sample among the fewest tokens that hold this share of probability
-    #[arg(long, value_name = "P", env = "MINNOWD_TOP_P")]
+    #[arg(long, value_name = "P", env = "MINNOWD_TOP_P", allow_negative_numbers = true)]
     top_p: Option<f32>,
     /// Seed of sampling; default: a fresh one for each request
     #[arg(long, value_name = "N", env = "MINNOWD_SEED")]
@@ -232,15 +233,18 @@ struct VerifyArgs {
 pub fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => {
-            // Help and version go to stdout and are a success; everything else is wrong usage.
-            let code = if error.use_stderr() { 2 } else { 0 };
+        // Help and version go to stdout and are a success; everything else is wrong usage.
+        Err(error) if !error.use_stderr() => {
             let _ = error.print();
-            return ExitCode::from(code);
+            return ExitCode::SUCCESS;
+        }
+        Err(error) => {
+            eprintln!("minnowd: {}", one_line(&error));
+            return ExitCode::from(2);
         }
     };
     let json_log = matches!(&cli.command, Command::Serve(args) if args.log_format == LogFormat::Json);
-    start_log(json_log, matches!(&cli.command, Command::Serve(_)));
+    start_log(json_log);
     match run(cli.command) {
         Ok(code) => code,
         Err(error) => {
@@ -248,6 +252,16 @@ pub fn main() -> ExitCode {
             ExitCode::from(if error.is::<UsageError>() { 2 } else { 1 })
         }
     }
+}
+
+/// What is wrong with the command line, without the usage that follows it.
+fn one_line(error: &clap::Error) -> String {
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        return "no command given; see minnowd --help".to_owned();
+    }
+    let text = error.to_string();
+    let message = text.split("\n\n").next().unwrap_or_default();
+    message.trim_start_matches("error: ").lines().map(str::trim).collect::<Vec<_>>().join(" ")
 }
 
 fn run(command: Command) -> anyhow::Result<ExitCode> {
@@ -273,10 +287,9 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
     }
 }
 
-fn start_log(json: bool, verbose: bool) {
+fn start_log(json: bool) {
     use tracing_subscriber::EnvFilter;
-    let level = if verbose { "info" } else { "warn" };
-    let filter = EnvFilter::try_from_env("MINNOWD_LOG").unwrap_or_else(|_| EnvFilter::new(level));
+    let filter = EnvFilter::try_from_env("MINNOWD_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
     let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false);
     if json {
         builder.json().init();

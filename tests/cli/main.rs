@@ -1,4 +1,7 @@
 //! The two programs as a user sees them: arguments, messages, exit codes, files.
 
+mod minnowd;
 mod mnwtool;
+mod mnwtool_compare;
+mod mnwtool_field;
 mod mnwtool_refusals;
