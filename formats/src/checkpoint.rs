@@ -16,10 +16,10 @@ use minnow_common::{ConfigError, Encoding, FileOffset, GroupSize, ModelConfig, S
 use thiserror::Error;
 
 use crate::digest::Digest;
-use crate::io::{self, IoBackend, IoError, ReadAt};
+use crate::io::{self, Disk, IoBackend, IoError, ReadAt, ReadQueue, open_on, system_disk};
 use crate::mnw::{self, BadScale, Container, MnwError, RegionPart};
 use crate::names::{OPTIONAL_ASSETS, REQUIRED_ASSETS};
-use crate::safetensors::{Folder, FolderError, StoredFloat, folder_of, open_file, open_folder};
+use crate::safetensors::{Folder, FolderError, StoredFloat, folder_of, open_file_on, open_folder_on};
 
 /// The longest text file read from a folder. Tokenizers of a million entries stay below; all of them together must
 /// fit a manifest of 128 MiB.
@@ -170,20 +170,25 @@ pub enum ModelError {
 impl Checkpoint {
     /// Opens a `.mnw` file (told by its first bytes, not its name), a folder, or a lone `.safetensors` file.
     pub fn open(path: &Path, backend: IoBackend) -> Result<Self, OpenError> {
+        Self::open_on(&system_disk(), path, backend)
+    }
+
+    /// [`Checkpoint::open`], asking `disk`.
+    pub fn open_on(disk: &Arc<dyn Disk>, path: &Path, backend: IoBackend) -> Result<Self, OpenError> {
         let path_id = last_component(path);
         if path.is_dir() {
-            let opened = open_folder(path, backend).map_err(OpenError::from)?;
-            return Self::from_folder(path, opened, path_id);
+            let opened = open_folder_on(disk, path, backend).map_err(OpenError::from)?;
+            return Self::from_folder(disk, path, opened, path_id);
         }
-        let file = io::open(path, backend)?;
+        let file = open_on(disk, path, backend)?;
         let mut magic = [0; mnw::MAGIC.len()];
         let has_magic = file.len() >= magic.len() as u64 && {
             file.read_exact_at(FileOffset(0), &mut magic)?;
             magic == mnw::MAGIC
         };
         if !has_magic && path.extension() == Some(OsStr::new("safetensors")) {
-            let opened = open_file(path, backend).map_err(OpenError::from)?;
-            return Self::from_folder(&folder_of(path), opened, path_id);
+            let opened = open_file_on(disk, path, backend).map_err(OpenError::from)?;
+            return Self::from_folder(disk, &folder_of(path), opened, path_id);
         }
         Self::from_mnw(file, path_id)
     }
@@ -223,8 +228,8 @@ impl Checkpoint {
         })
     }
 
-    fn from_folder(folder: &Path, opened: Folder, path_id: String) -> Result<Self, OpenError> {
-        let (assets, dropped_assets) = read_assets(folder)?;
+    fn from_folder(disk: &Arc<dyn Disk>, folder: &Path, opened: Folder, path_id: String) -> Result<Self, OpenError> {
+        let (assets, dropped_assets) = read_assets(disk, folder)?;
         let config = ModelConfig::from_json(&assets["config.json"])
             .map_err(|error| OpenError::Config { folder: folder.display().to_string(), error })?;
         let stored = |(name, (file, tensor)): (String, (usize, StoredFloat))| {
@@ -323,6 +328,52 @@ impl Checkpoint {
         self.files.iter().find_map(|file| file.fallback())
     }
 
+    /// A queue for reads of its files: a ring exactly if they are read by one, so for what [`Checkpoint::backend`] calls
+    /// `uring`, else threads. The second value says why there is no ring where there was to be one.
+    ///
+    /// # Errors
+    /// If the kernel refuses the ring for another reason than a lack of support.
+    pub fn read_queue(
+        &self,
+        capacity: usize,
+        read_bytes_max: usize,
+    ) -> Result<(Box<dyn ReadQueue>, Option<String>), IoError> {
+        match self.files.iter().find_map(|file| file.ring_file()) {
+            Some(ring) => io::read_queue_on(ring.disk(), IoBackend::Auto, capacity, read_bytes_max),
+            None => io::read_queue(IoBackend::Buffered, capacity, read_bytes_max),
+        }
+    }
+
+    /// A digest of what the checkpoint is made of: of each file its name, length, time of the last change and tensors,
+    /// and the assets. Two checkpoints with the same fingerprint hold the same bytes, unless someone set the clock back.
+    #[must_use]
+    pub fn fingerprint(&self) -> Digest {
+        let mut hasher = blake3::Hasher::new();
+        let mut text = |text: &str| {
+            hasher.update(&(text.len() as u64).to_le_bytes());
+            hasher.update(text.as_bytes());
+        };
+        for file in &self.files {
+            text(&last_component(Path::new(file.label())));
+            text(&format!("{} {:?}", file.len(), file.modified()));
+        }
+        for (name, StoredTensor { spec, file, data, scales, digests }) in &self.tensors {
+            text(name);
+            text(&format!("{} {} {:?} {:?}", spec.shape(), spec.encoding(), spec.group(), spec.global_scale()));
+            text(&format!("{file} {data:?} {scales:?} {digests:?}"));
+        }
+        for (name, asset) in &self.assets {
+            text(name);
+            text(asset);
+        }
+        Digest(*hasher.finalize().as_bytes())
+    }
+
+    /// Checks that no file was changed since it was opened: length and time of the last change.
+    pub fn check_unchanged(&self) -> Result<(), IoError> {
+        self.files.iter().try_for_each(|file| file.check_unchanged())
+    }
+
     /// The bytes of a tensor, as stored and unchecked; see [`Checkpoint::verify`].
     pub fn read(&self, name: &str) -> Result<TensorBytes<'_>, ReadError> {
         let tensor = self.tensor(name)?;
@@ -337,14 +388,17 @@ impl Checkpoint {
         let corrupt = |error| ReadError::Corrupt { file: self.files[tensor.file].label().to_owned(), error };
         if let Some(digests) = &tensor.digests {
             let regions = [
-                (RegionPart::Data, Some(digests.data), Some(&bytes.data)),
-                (RegionPart::Scales, digests.scales, bytes.scales.as_ref()),
+                (RegionPart::Data, Some(tensor.data), Some(digests.data), Some(&bytes.data)),
+                (RegionPart::Scales, tensor.scales, digests.scales, bytes.scales.as_ref()),
             ];
-            for (part, expected, bytes) in regions {
-                let (Some(expected), Some(bytes)) = (expected, bytes) else { continue };
+            for (part, span, expected, bytes) in regions {
+                let (Some(Span { offset, .. }), Some(expected), Some(bytes)) = (span, expected, bytes) else {
+                    continue;
+                };
                 let found = Digest::of(bytes);
                 if found != expected {
-                    return Err(corrupt(MnwError::PayloadDigest { tensor: name.to_owned(), part, expected, found }));
+                    let tensor = name.into();
+                    return Err(corrupt(MnwError::PayloadDigest { tensor, part, offset, expected, found }));
                 }
             }
         }
@@ -472,7 +526,7 @@ fn last_component(path: &Path) -> String {
 }
 
 /// The six known text files of a folder, and the names of optional ones that exist but are not text.
-fn read_assets(folder: &Path) -> Result<(BTreeMap<String, String>, Vec<String>), OpenError> {
+fn read_assets(disk: &Arc<dyn Disk>, folder: &Path) -> Result<(BTreeMap<String, String>, Vec<String>), OpenError> {
     let mut assets = BTreeMap::new();
     let mut dropped = Vec::new();
     let label = || folder.display().to_string();
@@ -480,7 +534,7 @@ fn read_assets(folder: &Path) -> Result<(BTreeMap<String, String>, Vec<String>),
         if !folder.join(name).exists() {
             return Err(OpenError::AssetMissing { folder: label(), name });
         }
-        let text = read_text(&folder.join(name)).map_err(|fault| match fault {
+        let text = read_text(disk, &folder.join(name)).map_err(|fault| match fault {
             TextFault::Io(error) => OpenError::Io(error),
             TextFault::TooLong => OpenError::Asset { folder: label(), name, fault: "is longer than 64 MiB" },
             TextFault::NotUtf8 => OpenError::Asset { folder: label(), name, fault: "is not UTF-8 text" },
@@ -491,7 +545,7 @@ fn read_assets(folder: &Path) -> Result<(BTreeMap<String, String>, Vec<String>),
         if folder.join(name).symlink_metadata().is_err() {
             continue;
         }
-        match read_text(&folder.join(name)) {
+        match read_text(disk, &folder.join(name)) {
             Ok(text) => drop(assets.insert(name.to_owned(), text)),
             Err(_) => dropped.push(name.to_owned()),
         }
@@ -505,8 +559,8 @@ enum TextFault {
     NotUtf8,
 }
 
-fn read_text(path: &Path) -> Result<String, TextFault> {
-    let file = io::open(path, IoBackend::Buffered).map_err(TextFault::Io)?;
+fn read_text(disk: &Arc<dyn Disk>, path: &Path) -> Result<String, TextFault> {
+    let file = open_on(disk, path, IoBackend::Buffered).map_err(TextFault::Io)?;
     if file.len() > ASSET_BYTES_MAX {
         return Err(TextFault::TooLong);
     }

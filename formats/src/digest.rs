@@ -1,6 +1,44 @@
-//! BLAKE3-256 digests as `.mnw` stores them: raw in the header, hexadecimal text in the manifest.
+//! BLAKE3-256 digests as `.mnw` stores them: raw in the header, hexadecimal text in the manifest. And the SHA-256 of a
+//! whole file, by which Hugging Face knows it.
 
 use std::fmt;
+use std::sync::Arc;
+
+use sha2::{Digest as _, Sha256};
+
+use crate::io::read_ahead::ReadAhead;
+use crate::io::{IoError, ReadAt};
+
+/// From this length on it pays to hash in several threads.
+const PARALLEL_BYTES_MIN: usize = 1 << 20;
+
+/// Adds `bytes` to a hash, on all cores where there are many: for the one place that must hash everything in order.
+pub(crate) fn update(hasher: &mut blake3::Hasher, bytes: &[u8]) {
+    if bytes.len() >= PARALLEL_BYTES_MIN {
+        hasher.update_rayon(bytes);
+    } else {
+        hasher.update(bytes);
+    }
+}
+
+/// The SHA-256 of all of `file`, 64 lower-case digits. `progress` is told of every piece that was read.
+pub fn sha256(file: &Arc<dyn ReadAt>, progress: &dyn Fn(u64)) -> Result<String, IoError> {
+    const PIECE_BYTES: usize = 4 << 20;
+    const DEPTH: usize = 3;
+    let mut hasher = Sha256::new();
+    if !file.is_empty() {
+        let mut reader = ReadAhead::new(file, std::iter::once(((), 0..file.len())), DEPTH, PIECE_BYTES);
+        while let Some(read) = reader.next(|piece| {
+            piece.bytes.map(|bytes| {
+                hasher.update(bytes);
+                progress(bytes.len() as u64);
+            })
+        }) {
+            read?;
+        }
+    }
+    Ok(hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+}
 
 /// A BLAKE3-256 digest. Shown as 64 lower-case hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -50,6 +88,14 @@ impl fmt::Debug for Digest {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_sha256_of_a_file_is_that_of_its_bytes() {
+        // FIPS 180-4, the example "abc", and the empty message.
+        let of = |bytes: &'static [u8]| sha256(&crate::io::from_static("memory", bytes), &|_| ()).unwrap();
+        assert_eq!(of(b"abc"), "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+        assert_eq!(of(b""), "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+    }
 
     #[test]
     fn text_is_64_digits_of_either_case() {

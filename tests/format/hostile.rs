@@ -96,6 +96,6 @@ fn the_first_fault_is_reported_whatever_the_number_of_workers() {
     let second = broken.manifest.tensors.keys().nth(1).unwrap();
     for workers in 1..=8 {
         let error = mnw::validate(&broken, Level::Validate, workers, &|_| ()).unwrap_err();
-        assert!(matches!(&error, MnwError::PayloadDigest { tensor, .. } if tensor == second), "{workers}: {error}");
+        assert!(matches!(&error, MnwError::PayloadDigest { tensor, .. } if **tensor == **second), "{workers}: {error}");
     }
 }

@@ -2,8 +2,12 @@
 
 mod allocation;
 mod containers;
+mod faults;
+mod findings;
 mod hostile;
 mod io;
 mod mutation;
+mod resume;
 mod safetensors;
+mod synthetic;
 mod writer;

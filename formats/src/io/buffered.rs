@@ -45,4 +45,12 @@ impl ReadAt for Buffered {
     fn fallback(&self) -> Option<&str> {
         self.fallback.as_deref()
     }
+
+    fn modified(&self) -> Option<(i64, i64)> {
+        Some(self.file.modified)
+    }
+
+    fn check_unchanged(&self) -> Result<(), IoError> {
+        self.file.check_unchanged()
+    }
 }

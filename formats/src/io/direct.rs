@@ -4,34 +4,41 @@
 //! their memory, the rest through an aligned bounce buffer. The flag is set on the descriptor that was checked, and one
 //! block is read before the file counts as usable, since some file systems accept the flag and fail the first read.
 
+use std::fs::File;
 use std::io;
 use std::sync::Mutex;
 
 use minnow_common::FileOffset;
-use rustix::fs::{AtFlags, OFlags, StatxFlags};
+use rustix::fs::{AtFlags, StatxFlags};
 use rustix::io::Errno;
 
-use super::ReadAt;
 use super::aligned::AlignedBuffer;
 use super::error::IoError;
-use super::file::RegularFile;
+use super::file::{RegularFile, goes_on};
+use super::{ReadAt, RingFile};
 
 /// Size of a bounce buffer: large enough that a device works at full speed with one read in flight for each thread.
 const BOUNCE_BYTES: usize = 4 << 20;
 /// Bounce buffers kept for reuse; more threads than this allocate their own.
 const BOUNCE_BUFFERS_KEPT_MAX: usize = 4;
+/// Reads in a row that may bring nothing before that counts as the end of the file.
+const SHORT_READS_MAX: usize = 100;
 /// The alignment assumed where the kernel (before 6.1) does not tell.
 const ALIGNMENT_DEFAULT: usize = 4096;
 
 /// A file read with `O_DIRECT`.
 #[derive(Debug)]
 pub(super) struct Direct {
-    file: RegularFile,
+    pub(super) file: RegularFile,
     /// What offsets and lengths must be multiples of; a power of two, at most [`AlignedBuffer::ALIGNMENT`].
     offset_alignment: usize,
     /// What addresses must be multiples of.
     memory_alignment: usize,
     bounce_buffers: Mutex<Vec<AlignedBuffer>>,
+    /// `direct`, or `uring` where a queue may read the file through a ring.
+    pub(super) backend: &'static str,
+    /// Why `auto` came to `direct`.
+    pub(super) fallback: Option<String>,
 }
 
 /// A file that cannot be read directly, and why.
@@ -44,14 +51,16 @@ pub(super) struct Refusal {
 impl Direct {
     /// Switches `file` to direct reads and tries one.
     pub(super) fn new(file: RegularFile) -> Result<Self, Refusal> {
-        let (memory_alignment, offset_alignment) = match alignments(&file) {
+        let (memory_alignment, offset_alignment) = match alignments(&file.file) {
             Ok(alignments) => alignments,
             Err(error) => return Err(Refusal { file, error }),
         };
-        if let Err(error) = set_direct(&file, true) {
-            return Err(Refusal { file, error: error.into() });
+        if let Err(error) = file.disk.set_direct(&file.file, true) {
+            return Err(Refusal { file, error });
         }
-        let direct = Self { file, offset_alignment, memory_alignment, bounce_buffers: Mutex::default() };
+        let bounce_buffers = Mutex::default();
+        let direct =
+            Self { file, offset_alignment, memory_alignment, bounce_buffers, backend: "direct", fallback: None };
         let mut first = [0];
         let probe = if direct.file.bytes == 0 { Ok(0) } else { direct.read_bounced(0, &mut first) };
         match probe {
@@ -66,9 +75,17 @@ impl Direct {
         let mut bounce = self.kept_buffers().pop().unwrap_or_else(|| AlignedBuffer::new(BOUNCE_BYTES));
         let skipped = (position % self.offset_alignment as u64) as usize;
         let wanted = (skipped + out.len().min(BOUNCE_BYTES)).next_multiple_of(self.offset_alignment).min(BOUNCE_BYTES);
-        let read = self.file.read_some(position - skipped as u64, &mut bounce[..wanted]);
-        let copied = read.and_then(|read| match read.saturating_sub(skipped).min(out.len()) {
-            0 => Err(self.file.cut_short(position - skipped as u64 + read as u64)),
+        let mut copied = Ok(0);
+        // A read of less than a page may end before what is wanted, although the file does not.
+        for _ in 0..SHORT_READS_MAX {
+            let read = self.file.read_some(position - skipped as u64, &mut bounce[..wanted]);
+            copied = read.map(|read| read.saturating_sub(skipped).min(out.len()));
+            if !matches!(copied, Ok(0)) || !goes_on(&self.file.file, position) {
+                break;
+            }
+        }
+        let copied = copied.and_then(|count| match count {
+            0 => Err(self.file.cut_short(position)),
             count => {
                 out[..count].copy_from_slice(&bounce[skipped..skipped + count]);
                 Ok(count)
@@ -115,15 +132,32 @@ impl ReadAt for Direct {
     }
 
     fn backend(&self) -> &'static str {
-        "direct"
+        self.backend
+    }
+
+    fn fallback(&self) -> Option<&str> {
+        self.fallback.as_deref()
+    }
+
+    fn modified(&self) -> Option<(i64, i64)> {
+        Some(self.file.modified)
+    }
+
+    fn check_unchanged(&self) -> Result<(), IoError> {
+        self.file.check_unchanged()
+    }
+
+    fn ring_file(&self) -> Option<RingFile<'_>> {
+        let is_for_rings = self.backend == "uring";
+        let RegularFile { file, disk, .. } = &self.file;
+        is_for_rings.then_some(RingFile { file, alignment: self.offset_alignment, disk })
     }
 }
 
 impl Refusal {
     /// Whether the file system or kernel simply has no direct I/O here, as opposed to a failing disk.
     pub(super) fn is_lack_of_support(&self) -> bool {
-        let lacks = [Errno::INVAL, Errno::PERM, Errno::NOSYS, Errno::OPNOTSUPP];
-        self.error.raw_os_error().is_some_and(|code| lacks.iter().any(|errno| errno.raw_os_error() == code))
+        is_lack_of_support(&self.error)
     }
 
     /// The line to log when the file is read through the page cache instead.
@@ -139,8 +173,13 @@ impl Refusal {
     /// The file, back in ordinary mode.
     pub(super) fn into_file(self) -> RegularFile {
         // A descriptor on which the flag could not be set has nothing to clear.
-        let _ = set_direct(&self.file, false);
+        let _ = self.file.disk.set_direct(&self.file.file, false);
         self.file
+    }
+
+    /// The error where `uring` was asked for by name, which needs direct reads.
+    pub(super) fn into_uring_error(self) -> IoError {
+        IoError::UringRefused { file_system: self.file.file_system(), path: self.file.label, error: self.error }
     }
 
     /// The error where direct reads were asked for by name.
@@ -149,15 +188,15 @@ impl Refusal {
     }
 }
 
-fn set_direct(file: &RegularFile, on: bool) -> Result<(), Errno> {
-    let mut flags = rustix::fs::fcntl_getfl(&file.file)?;
-    flags.set(OFlags::DIRECT, on);
-    rustix::fs::fcntl_setfl(&file.file, flags)
+/// Whether an error means that something is not offered here, as opposed to failing.
+pub(super) fn is_lack_of_support(error: &io::Error) -> bool {
+    let lacks = [Errno::INVAL, Errno::PERM, Errno::NOSYS, Errno::OPNOTSUPP, Errno::NOMEM];
+    error.raw_os_error().is_some_and(|code| lacks.iter().any(|errno| errno.raw_os_error() == code))
 }
 
 /// `(memory, offset)` alignment of direct reads of `file`.
-fn alignments(file: &RegularFile) -> Result<(usize, usize), io::Error> {
-    let Ok(info) = rustix::fs::statx(&file.file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) else {
+pub(super) fn alignments(file: &File) -> Result<(usize, usize), io::Error> {
+    let Ok(info) = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN) else {
         return Ok((ALIGNMENT_DEFAULT, ALIGNMENT_DEFAULT));
     };
     if info.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {

@@ -6,7 +6,7 @@ use std::io;
 use minnow_common::FileOffset;
 use thiserror::Error;
 
-/// Why a file could not be opened or read. Every message starts with the path.
+/// Why a file could not be opened or read. Every message starts with the path, where there is one.
 #[derive(Debug, Error)]
 pub enum IoError {
     /// The file cannot be opened.
@@ -45,11 +45,31 @@ pub enum IoError {
         /// The system's answer.
         error: io::Error,
     },
-    /// `uring` was named.
-    #[error("{path}: io_uring is not built into this version; use auto, direct, buffered or mmap")]
-    NotBuilt {
+    /// `uring` was named, and the kernel or this file does not take part.
+    #[error("{path}: io_uring cannot be used on {file_system}: {}", OsCause(.error))]
+    UringRefused {
         /// The file.
         path: String,
+        /// The type of file system it lies on.
+        file_system: String,
+        /// The system's answer.
+        error: io::Error,
+    },
+    /// `uring` was named for a queue, and the kernel has no ring for us.
+    #[error("io_uring cannot be set up: {}", OsCause(.error))]
+    NoRing {
+        /// The system's answer.
+        error: io::Error,
+    },
+    /// The file was written to after it was opened.
+    #[error("{path}: was changed while it was read: it had {expected} bytes and has {found} now, or other contents")]
+    Changed {
+        /// The file.
+        path: String,
+        /// Its length when opened.
+        expected: u64,
+        /// Its length now.
+        found: u64,
     },
     /// A read would pass the end of the file.
     #[error("{path}: {bytes} bytes at {offset} are outside the file, which has {file_bytes} bytes")]
@@ -106,7 +126,7 @@ impl fmt::Display for OsCause<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         use rustix::io::Errno;
         let known = self.0.raw_os_error().and_then(|code| {
-            let names: [(Errno, &str); 14] = [
+            let names: [(Errno, &str); 17] = [
                 (Errno::NOSPC, "ENOSPC, no space left on device"),
                 (Errno::DQUOT, "EDQUOT, disk quota exceeded"),
                 (Errno::FBIG, "EFBIG, file too large"),
@@ -121,6 +141,9 @@ impl fmt::Display for OsCause<'_> {
                 (Errno::OPNOTSUPP, "EOPNOTSUPP, operation not supported"),
                 (Errno::IO, "EIO, input/output error"),
                 (Errno::MFILE, "EMFILE, too many open files"),
+                (Errno::NOMEM, "ENOMEM, out of memory or of the memory that may be locked"),
+                (Errno::AGAIN, "EAGAIN, resource temporarily unavailable"),
+                (Errno::STALE, "ESTALE, stale file handle"),
             ];
             names.into_iter().find(|(errno, _)| errno.raw_os_error() == code).map(|(_, name)| name)
         });

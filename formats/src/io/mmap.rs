@@ -55,4 +55,12 @@ impl ReadAt for Mapped {
     fn backend(&self) -> &'static str {
         "mmap"
     }
+
+    fn modified(&self) -> Option<(i64, i64)> {
+        Some(self.file.modified)
+    }
+
+    fn check_unchanged(&self) -> Result<(), IoError> {
+        self.file.check_unchanged()
+    }
 }

@@ -3,6 +3,7 @@
 use std::fmt;
 
 use minnow_common::{ARCHITECTURE, ConfigError, Encoding, FileOffset, ShapeError, TensorSpecError};
+use serde::Serialize;
 use thiserror::Error;
 
 use super::header::{ALIGNMENT, HEADER_BYTES, MANIFEST_BYTES_MAX};
@@ -11,7 +12,8 @@ use crate::digest::Digest;
 use crate::io::IoError;
 
 /// Which region of a tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
+#[serde(rename_all = "lowercase")]
 pub enum RegionPart {
     /// The codes or floating elements.
     Data,
@@ -111,8 +113,8 @@ pub enum MnwError {
     #[error("tensor {second}: its region at {offset} overlaps one of {first}")]
     Overlap { first: String, second: String, offset: FileOffset },
     /// Payload bytes changed.
-    #[error("tensor {tensor}: {part} have BLAKE3 {found}, expected {expected}")]
-    PayloadDigest { tensor: String, part: RegionPart, expected: Digest, found: Digest },
+    #[error("tensor {tensor}: {part} have BLAKE3 {found}, expected {expected}; they start at {offset}")]
+    PayloadDigest { tensor: Box<str>, part: RegionPart, offset: FileOffset, expected: Digest, found: Digest },
     /// A stored scale is not positive and finite.
     #[error("tensor {tensor}: scale {index} is {bits:#06x}, not a positive finite value of {encoding}")]
     ScaleValue { tensor: String, encoding: Encoding, index: u64, bits: u16 },
@@ -172,6 +174,58 @@ impl MnwError {
             Self::Noncanonical { .. } => "noncanonical",
             Self::Padding { .. } => "padding",
             Self::Io(_) => "io",
+        }
+    }
+
+    /// The tensor it is about, of two the second.
+    #[must_use]
+    pub fn tensor(&self) -> Option<&str> {
+        match self {
+            Self::TensorName(tensor)
+            | Self::Encoding { tensor, .. }
+            | Self::Shape { tensor, .. }
+            | Self::Spec { tensor, .. }
+            | Self::PayloadLength { tensor, .. }
+            | Self::ScalesLength { tensor, .. }
+            | Self::FloatScales { tensor }
+            | Self::RegionAlign { tensor, .. }
+            | Self::RegionBounds { tensor, .. }
+            | Self::DigestText { tensor, .. }
+            | Self::Overlap { second: tensor, .. }
+            | Self::ScaleValue { tensor, .. } => Some(tensor),
+            Self::PayloadDigest { tensor, .. } => Some(tensor),
+            _ => None,
+        }
+    }
+
+    /// The region it is about.
+    #[must_use]
+    pub fn region(&self) -> Option<RegionPart> {
+        match self {
+            Self::RegionAlign { part, .. }
+            | Self::RegionBounds { part, .. }
+            | Self::DigestText { part, .. }
+            | Self::PayloadDigest { part, .. } => Some(*part),
+            Self::PayloadLength { .. } => Some(RegionPart::Data),
+            Self::ScalesLength { .. } | Self::FloatScales { .. } | Self::ScaleValue { .. } => Some(RegionPart::Scales),
+            _ => None,
+        }
+    }
+
+    /// Where in the file it is.
+    #[must_use]
+    pub fn offset(&self) -> Option<FileOffset> {
+        match self {
+            Self::RegionAlign { offset, .. }
+            | Self::RegionBounds { offset, .. }
+            | Self::Overlap { offset, .. }
+            | Self::PayloadDigest { offset, .. }
+            | Self::Order { found: offset, .. }
+            | Self::Padding { offset, .. } => Some(*offset),
+            Self::ManifestBounds { offset, .. } => Some(FileOffset(*offset)),
+            Self::Io(IoError::Read { offset, .. } | IoError::OutsideFile { offset, .. }) => Some(*offset),
+            Self::Io(IoError::CutShort { found, .. }) => Some(FileOffset(*found)),
+            _ => None,
         }
     }
 }

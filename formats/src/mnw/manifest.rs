@@ -9,8 +9,9 @@ use std::collections::BTreeMap;
 use minnow_common::{ARCHITECTURE, Encoding, FileOffset, ModelConfig, Shape, TensorSpec, TensorSpecError};
 
 use super::error::{MnwError, RegionPart};
+use super::faults::Faults;
 use super::header::ALIGNMENT;
-use super::msgpack::{self, Encoder, Value};
+use super::msgpack::{self, Encoder, Pairs, Value};
 use crate::digest::Digest;
 use crate::names;
 
@@ -51,50 +52,55 @@ pub struct Region {
 }
 
 impl Manifest {
-    /// Reads and checks a manifest whose payload ends at `payload_end`.
-    pub(super) fn parse(bytes: &[u8], payload_end: FileOffset) -> Result<(Self, ModelConfig), MnwError> {
-        let [version, architecture, model_id, assets, tensors] = fields(
-            msgpack::parse(bytes)?,
-            "the manifest",
-            ["version", "architecture", "model_id", "assets", "tensors"],
-        )?;
-        let version = required(version, Value::uint, "version", "a non-negative integer")?;
-        if version != VERSION {
-            return Err(MnwError::Version(version));
-        }
-        let architecture = required(architecture, Value::text, "architecture", "text")?;
-        if architecture != ARCHITECTURE {
-            return Err(MnwError::Architecture(architecture.to_owned()));
-        }
-        let model_id = required(model_id, Value::text, "model_id", "text")?.to_owned();
-        let raw_assets = required(assets, Value::map, "assets", "a map")?;
-        let raw_tensors = required(tensors, Value::map, "tensors", "a map")?;
-
+    /// Reads and checks a manifest whose payload ends at `payload_end`. Every fault goes to `faults`, and what is left of
+    /// the manifest holds only tensors without. `None` if nothing is left, or `faults` takes no more.
+    pub(super) fn parse(
+        bytes: &[u8],
+        payload_end: FileOffset,
+        faults: &mut Faults,
+    ) -> Option<(Self, Option<ModelConfig>)> {
+        let raw = match RawManifest::parse(bytes) {
+            Ok(raw) => raw,
+            Err(fault) => {
+                faults.add(fault);
+                return None;
+            }
+        };
         let mut assets = BTreeMap::new();
-        for (name, value) in raw_assets {
-            let Some(text) = value.text() else {
-                return Err(MnwError::Schema { place: format!("assets.{}", name.escape_debug()), expected: "text" });
-            };
-            if !names::is_asset_name(name) {
-                return Err(MnwError::AssetName(name.to_owned()));
+        for (name, value) in raw.assets {
+            let place = || format!("assets.{}", name.escape_debug());
+            match value.text() {
+                None => faults.add(MnwError::Schema { place: place(), expected: "text" })?,
+                Some(_) if !names::is_asset_name(name) => faults.add(MnwError::AssetName(name.to_owned()))?,
+                Some(text) => drop(assets.insert(name.to_owned(), text.to_owned())),
             }
-            assets.insert(name.to_owned(), text.to_owned());
         }
-        let config = check_assets(&assets)?;
-
+        let config = match check_assets(&assets) {
+            Ok(config) => Some(config),
+            Err(fault) => {
+                faults.add(fault)?;
+                None
+            }
+        };
         let mut tensors = BTreeMap::new();
-        for (name, value) in raw_tensors {
+        let mut found_any = false;
+        for (name, value) in raw.tensors {
+            found_any = true;
             if !names::is_tensor_name(name) {
-                return Err(MnwError::TensorName(name.to_owned()));
+                faults.add(MnwError::TensorName(name.to_owned()))?;
+                continue;
             }
-            tensors.insert(name.to_owned(), parse_tensor(name, value, payload_end)?);
+            match parse_tensor(name, value, payload_end) {
+                Ok(tensor) => drop(tensors.insert(name.to_owned(), tensor)),
+                Err(fault) => faults.add(fault)?,
+            }
         }
-        if tensors.is_empty() {
-            return Err(MnwError::NoTensors);
+        if !found_any {
+            faults.add(MnwError::NoTensors)?;
         }
-        let manifest = Self { model_id, assets, tensors };
-        manifest.check_overlaps()?;
-        Ok((manifest, config))
+        let manifest = Self { model_id: raw.model_id, assets, tensors };
+        manifest.check_overlaps(faults)?;
+        Some((manifest, config))
     }
 
     /// The canonical bytes.
@@ -138,17 +144,47 @@ impl Manifest {
         })
     }
 
-    fn check_overlaps(&self) -> Result<(), MnwError> {
+    fn check_overlaps(&self, faults: &mut Faults) -> Option<()> {
         let mut regions: Vec<_> = self.regions().collect();
         regions.sort_by_key(|(_, _, region)| region.offset);
-        match regions.windows(2).find(|pair| pair[0].2.end() > pair[1].2.offset.0) {
-            None => Ok(()),
-            Some(pair) => Err(MnwError::Overlap {
+        for pair in regions.windows(2).filter(|pair| pair[0].2.end() > pair[1].2.offset.0) {
+            faults.add(MnwError::Overlap {
                 first: pair[0].0.to_owned(),
                 second: pair[1].0.to_owned(),
                 offset: pair[1].2.offset,
-            }),
+            })?;
         }
+        Some(())
+    }
+}
+
+/// The top level of a manifest, with everything below it as it is written.
+struct RawManifest<'a> {
+    model_id: String,
+    assets: Pairs<'a>,
+    tensors: Pairs<'a>,
+}
+
+impl<'a> RawManifest<'a> {
+    fn parse(bytes: &'a [u8]) -> Result<Self, MnwError> {
+        let [version, architecture, model_id, assets, tensors] = fields(
+            msgpack::parse(bytes)?,
+            "the manifest",
+            ["version", "architecture", "model_id", "assets", "tensors"],
+        )?;
+        let version = required(version, Value::uint, "version", "a non-negative integer")?;
+        if version != VERSION {
+            return Err(MnwError::Version(version));
+        }
+        let architecture = required(architecture, Value::text, "architecture", "text")?;
+        if architecture != ARCHITECTURE {
+            return Err(MnwError::Architecture(architecture.to_owned()));
+        }
+        Ok(Self {
+            model_id: required(model_id, Value::text, "model_id", "text")?.to_owned(),
+            assets: required(assets, Value::map, "assets", "a map")?,
+            tensors: required(tensors, Value::map, "tensors", "a map")?,
+        })
     }
 }
 

@@ -1,38 +1,49 @@
 //! Writing a `.mnw` file: all of it under its final name, or nothing (`docs/format-mnw.md` section 10.6).
 //!
-//! [`Writer::create`] makes every check that can fail before the first byte is written: destination, folder, free
+//! [`Writer::open`] makes every check that can fail before the first byte is written: destination, folder, free
 //! space, and how the finished file can be given its name there. Then tensors come in order, each is hashed as it is
 //! written, and [`Writer::finish`] writes manifest and header, syncs, reads the file back and publishes it. Until then
 //! the bytes lie in `.{name}.{pid}-{counter}.tmp` beside the destination; dropping the writer removes that file.
+//!
+//! **Resuming.** With [`WriteOptions::fingerprint`] a journal beside the temporary file says which tensors are on the
+//! medium. After a kill both stay, and a writer with the same fingerprint and plan goes on after the last tensor that is
+//! there with the digest that the journal says: all of them are read again. [`Writer::suspend`] leaves the same behind
+//! on purpose. A writer that is dropped, after an error or without one, removes both.
+//!
+//! **SHA-256.** The first bytes of the file hold the digest of its last ones, so the SHA-256 of the whole cannot be
+//! computed while the payload is written: it must start with the header, which is known last. With
+//! [`WriteOptions::sha256`] the complete file is read once more before it is published. That takes its length over the
+//! speed of the disk or of one core's SHA-256, whichever is less, and compares every region with its digest as well.
 
 use std::collections::BTreeMap;
-use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, BufWriter, Write};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::fs::File;
+use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::Arc;
 
 use minnow_common::units::HumanBytes;
 use minnow_common::{FileOffset, TensorSpec, TensorSpecError};
-use rustix::fs::{CWD, RenameFlags};
 use rustix::io::Errno;
 use thiserror::Error;
 
 use super::error::{MnwError, RegionPart};
 use super::header::{ALIGNMENT, Header, MANIFEST_BYTES_MAX};
+use super::journal::{Found, Heading, Journal, Record, line};
 use super::layout::Layout;
 use super::manifest::{Manifest, Region, Tensor, check_assets};
+use super::publish::{
+    Publication, TemporaryFile, check_space, check_target, is_temporary_name, journal_path, take_lock,
+};
+use super::readback;
 use super::scales::{BadScale, check_scales};
 use super::validate;
-use crate::digest::Digest;
-use crate::io::{IoBackend, OsCause};
+use crate::digest::{self, Digest};
+use crate::io::output::{BLOCK_BYTES, Output};
+use crate::io::{Disk, IoBackend, OsCause, open_on, system_disk};
 use crate::names;
 
-/// Bytes collected before they go to the file in one write.
-const BUFFER_BYTES: usize = 4 << 20;
-/// Temporary names tried before giving up; they are taken only by files a killed process with our id left behind.
-const NAMES_TRIED_MAX: u32 = 100;
+/// Bytes of payload after which a journal is brought up to date, which takes a flush of the disk's cache.
+const RECORD_BYTES: u64 = 256 << 20;
 
 /// What a file will hold, known before any payload.
 #[derive(Clone, Debug, PartialEq)]
@@ -45,16 +56,41 @@ pub struct Plan {
     pub tensors: BTreeMap<String, TensorSpec>,
 }
 
+/// How a file is written.
+#[derive(Clone, Debug)]
+pub struct WriteOptions<'a> {
+    /// Replace an existing file, at once and only when the new one is complete.
+    pub force: bool,
+    /// Keep a journal, and go on with what a killed conversion with the same plan and fingerprint left behind. Holds
+    /// whatever else determines the payload: the source and the options.
+    pub fingerprint: Option<&'a [u8]>,
+    /// Compute [`Written::sha256`] by reading the complete file once more, and check every region on the way.
+    pub sha256: bool,
+    /// Bytes of payload between two entries in the journal.
+    pub record_bytes: u64,
+    /// The disk that is written to.
+    pub disk: Arc<dyn Disk>,
+}
+
+impl Default for WriteOptions<'_> {
+    fn default() -> Self {
+        Self { force: false, fingerprint: None, sha256: false, record_bytes: RECORD_BYTES, disk: system_disk() }
+    }
+}
+
 /// A file being written.
 #[derive(Debug)]
 pub struct Writer {
-    out: BufWriter<File>,
-    /// Bytes given to `out` so far.
-    written: FileOffset,
+    /// Ends its thread when dropped, and so is dropped before the file is removed.
+    output: Output,
+    file: Arc<File>,
+    journal: Option<OpenJournal>,
     temporary: TemporaryFile,
+    disk: Arc<dyn Disk>,
     target: PathBuf,
     folder: PathBuf,
     publication: Publication,
+    wants_sha256: bool,
     /// Digests of tensors that have not come yet are zero.
     manifest: Manifest,
     manifest_offset: FileOffset,
@@ -66,6 +102,18 @@ pub struct Writer {
     open: Option<OpenTensor>,
     /// A write failed, so what is in the file is not known.
     is_broken: bool,
+}
+
+/// A journal, and what is not in it yet. Removed when this is dropped.
+#[derive(Debug)]
+struct OpenJournal {
+    journal: Arc<Journal>,
+    /// Lines of tensors that may not be on the medium yet.
+    waiting: Vec<u8>,
+    /// Where in the file the journal's tensors end.
+    recorded_to: u64,
+    record_bytes: u64,
+    is_kept: bool,
 }
 
 /// A tensor of which some bytes have come.
@@ -90,6 +138,12 @@ pub struct Written {
     pub weight_bytes: u64,
     /// Tensors in it.
     pub tensors: usize,
+    /// SHA-256 of the whole file, 64 lower-case digits, if it was asked for.
+    pub sha256: Option<String>,
+    /// How it was written: `direct` or `buffered`.
+    pub backend: &'static str,
+    /// Why it was not written directly: one line to log.
+    pub fallback: Option<String>,
 }
 
 /// Why a file was not written.
@@ -139,6 +193,18 @@ pub enum WriteError {
     /// The writer was used after a write had failed.
     #[error("{path}: cannot be completed after an earlier error")]
     Broken { path: String },
+    /// Another process is writing the same file, with a journal.
+    #[error("{path}: is being written by another process")]
+    Busy { path: String },
+    /// What was left behind belongs to another conversion.
+    #[error(
+        "{journal}: was left by a conversion from another source or with other options, so it cannot be resumed; \
+         remove it to start again"
+    )]
+    OtherConversion { journal: String },
+    /// The journal is unusable.
+    #[error("{journal}: {action} failed: {}", OsCause(.error))]
+    Journal { journal: String, action: &'static str, error: io::Error },
     /// A tensor came out of order, twice, or is not in the plan.
     #[error("tensor {found} was given where {} was due", .expected.as_deref().unwrap_or("the end"))]
     Unexpected { found: String, expected: Option<String> },
@@ -204,37 +270,117 @@ impl Draft {
         let end = layout.manifest_offset.checked_add(manifest_bytes).ok_or(WriteError::TooLong)?;
         Ok(Self { manifest, manifest_offset: layout.manifest_offset, file_bytes: end.0 })
     }
+
+    /// A digest of everything that determines the bytes of the file, the payload by way of `fingerprint`.
+    fn conversion(&self, fingerprint: &[u8]) -> Digest {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&(fingerprint.len() as u64).to_le_bytes());
+        hasher.update(fingerprint);
+        hasher.update(&self.manifest.encode());
+        Digest(*hasher.finalize().as_bytes())
+    }
 }
 
 impl Writer {
     /// Checks that `plan` can be written to `target` and creates the temporary file. With `force`, an existing file is
     /// replaced, at once and only when the new one is complete.
     pub fn create(target: &Path, plan: Plan, force: bool) -> Result<Self, WriteError> {
-        let folder = check_target(target, force)?;
-        let Draft { manifest, manifest_offset, file_bytes } = Draft::of(plan)?;
-        check_space(target, &folder, file_bytes)?;
-        let (file, mut temporary) = TemporaryFile::create(target, &folder)?;
-        let publication =
-            if force { Publication::Replace } else { Publication::probe(target, &folder, &mut temporary)? };
-        let names = manifest.tensors.keys().cloned().collect();
+        Self::open(target, plan, &WriteOptions { force, ..WriteOptions::default() }).map(|(writer, _)| writer)
+    }
+
+    /// [`Writer::open`] for a conversion that may be resumed: also gives the number of tensors, the first ones in
+    /// order, that are complete already and are not to be given again.
+    pub fn create_or_resume(
+        target: &Path,
+        plan: Plan,
+        force: bool,
+        fingerprint: &[u8],
+    ) -> Result<(Self, usize), WriteError> {
+        let fingerprint = Some(fingerprint);
+        Self::open(target, plan, &WriteOptions { force, fingerprint, ..WriteOptions::default() })
+    }
+
+    /// Checks that `plan` can be written to `target`, and creates the temporary file or goes on with one that was left
+    /// behind. The second value is the number of tensors that are complete.
+    pub fn open(target: &Path, plan: Plan, options: &WriteOptions<'_>) -> Result<(Self, usize), WriteError> {
+        let disk = &options.disk;
+        let folder = check_target(target, options.force)?;
+        let mut draft = Draft::of(plan)?;
+        let failed = |action| move |error| WriteError::Io { path: target.display().to_string(), action, error };
+
+        let conversion = options.fingerprint.map(|fingerprint| draft.conversion(fingerprint));
+        let found = match conversion {
+            Some(conversion) => Leftover::find(disk, target, &folder, &mut draft, conversion)?,
+            None => None,
+        };
+        let present = found.as_ref().map_or(0, |found| found.bytes_on_disk);
+        check_space(target, &folder, draft.file_bytes, present)?;
+
+        let (file, temporary, journal, publication, tensors_done) = match found {
+            Some(Leftover { file, temporary, journal, tensors_done, .. }) => {
+                let publication = match options.force {
+                    true => Publication::Replace,
+                    false => {
+                        let (_, mut probe) = TemporaryFile::create(disk, target, &folder)?;
+                        Publication::probe(target, &folder, &mut probe)?
+                    }
+                };
+                // No header until the rest is complete, whatever was there.
+                disk.write_at(&file, &[0; ALIGNMENT as usize], 0).map_err(failed("writing"))?;
+                (file, temporary, Some(journal), publication, tensors_done)
+            }
+            None => {
+                let (file, mut temporary) = TemporaryFile::create(disk, target, &folder)?;
+                let publication = match options.force {
+                    true => Publication::Replace,
+                    false => Publication::probe(target, &folder, &mut temporary)?,
+                };
+                let journal = match conversion {
+                    Some(conversion) => Some(new_journal(disk, target, &folder, &temporary, conversion)?),
+                    None => None,
+                };
+                (file, temporary, journal, publication, 0)
+            }
+        };
+
+        let Draft { manifest, manifest_offset, file_bytes } = draft;
+        let names: Vec<String> = manifest.tensors.keys().cloned().collect();
+        let due = names.get(tensors_done).map(|name| manifest.tensors[name].data.offset);
+        let start = if tensors_done == 0 { FileOffset(0) } else { due.unwrap_or(manifest_offset) };
+        let file = Arc::new(file);
+        let label = target.display().to_string();
+        let output = Output::new(Arc::clone(disk), Arc::clone(&file), label, start.0, file_bytes)
+            .map_err(failed("starting to write"))?;
+        let journal = journal.map(|journal| OpenJournal {
+            journal: Arc::new(journal),
+            waiting: Vec::new(),
+            recorded_to: start.0,
+            record_bytes: options.record_bytes,
+            is_kept: false,
+        });
         let mut writer = Self {
-            out: BufWriter::with_capacity(BUFFER_BYTES, file),
-            written: FileOffset(0),
+            output,
+            file,
+            journal,
             temporary,
+            disk: Arc::clone(disk),
             target: target.to_owned(),
             folder,
             publication,
+            wants_sha256: options.sha256,
             manifest,
             manifest_offset,
             file_bytes,
             names,
-            tensors_done: 0,
+            tensors_done,
             open: None,
             is_broken: false,
         };
-        // The header page stays zero until everything else is in place, so that a partial file has no magic.
-        writer.append(&[0; ALIGNMENT as usize])?;
-        Ok(writer)
+        if tensors_done == 0 {
+            // The header page stays zero until everything else is in place, so that a partial file has no magic.
+            writer.append(&[0; ALIGNMENT as usize])?;
+        }
+        Ok((writer, tensors_done))
     }
 
     /// Length that the file will have.
@@ -268,9 +414,7 @@ impl Writer {
         if let Some(region) = &mut tensor.scales {
             self.region(region, scales)?;
         }
-        self.manifest.tensors.insert(name.to_owned(), tensor);
-        self.tensors_done += 1;
-        Ok(())
+        self.tensor_is_complete(name.to_owned(), tensor)
     }
 
     /// Starts the next tensor, as [`Writer::tensor`] does, for bytes that come in pieces. After an error here, in
@@ -301,7 +445,7 @@ impl Writer {
             check_scales(open.tensor.spec.encoding(), bytes)
                 .map_err(|error| WriteError::Scale { tensor: tensor(), error })?;
         }
-        open.hasher.update(bytes);
+        digest::update(&mut open.hasher, bytes);
         open.bytes_done = found;
         self.append(bytes)
     }
@@ -317,9 +461,26 @@ impl Writer {
             let expected = tensor.spec.scales_bytes();
             return Err(WriteError::Length { tensor: name, part: RegionPart::Scales, expected, found: 0 });
         }
+        self.tensor_is_complete(name, tensor)
+    }
+
+    fn tensor_is_complete(&mut self, name: String, tensor: Tensor) -> Result<(), WriteError> {
+        if let Some(journal) = &mut self.journal {
+            journal.waiting.extend(line(&Record::of(&name, &tensor)));
+        }
         self.manifest.tensors.insert(name, tensor);
         self.tensors_done += 1;
-        Ok(())
+        let due = |journal: &OpenJournal| self.output.position() - journal.recorded_to >= journal.record_bytes;
+        if self.journal.as_ref().is_some_and(due) { self.record() } else { Ok(()) }
+    }
+
+    /// Has the journal brought up to date once the tensors so far are on the medium.
+    fn record(&mut self) -> Result<(), WriteError> {
+        let Some(open) = &mut self.journal else { return Ok(()) };
+        open.recorded_to = self.output.position();
+        let (journal, lines) = (Arc::clone(&open.journal), std::mem::take(&mut open.waiting));
+        let recorded = self.output.when_durable(Box::new(move || journal.append(&lines)));
+        self.checked(recorded)
     }
 
     /// Notes the digest of the region that is being filled, pads it, and goes on to the scales.
@@ -349,6 +510,7 @@ impl Writer {
         if let Some(next) = self.names.get(self.tensors_done) {
             return Err(WriteError::Incomplete { missing: self.names.len() - self.tensors_done, next: next.clone() });
         }
+        self.record()?;
         let manifest = self.manifest.encode();
         self.append(&manifest)?;
         let header = Header {
@@ -356,33 +518,71 @@ impl Writer {
             manifest_bytes: manifest.len() as u64,
             manifest_digest: Digest::of(&manifest),
         };
-        self.out.flush().map_err(|error| self.io_error("writing", error))?;
-        let file = self.out.get_ref();
-        file.write_all_at(&header.encode(), 0).map_err(|error| self.io_error("writing the header", error))?;
-        file.set_len(self.file_bytes).map_err(|error| self.io_error("setting the length", error))?;
-        file.sync_all().map_err(|error| self.io_error("syncing", error))?;
+        let completed = self.output.complete();
+        self.checked(completed)?;
+        let mut page = [0; ALIGNMENT as usize];
+        page[..header.encode().len()].copy_from_slice(&header.encode());
+        self.output.write_page(&page, 0).map_err(|error| self.io_error("writing the header", error))?;
+        let (disk, file) = (&self.disk, &*self.file);
+        disk.set_len(file, self.file_bytes).map_err(|error| self.io_error("setting the length", error))?;
+        disk.sync_all(file).map_err(|error| self.io_error("syncing", error))?;
 
-        self.read_back()?;
-        self.publish()?;
+        let sha256 = self.read_back()?;
+        self.publication.publish(&mut self.temporary, &self.target)?;
+        if let Some(open) = &mut self.journal {
+            open.is_kept = true;
+            open.journal.remove().map_err(|error| WriteError::Journal {
+                journal: journal_path(&self.target, &self.folder).display().to_string(),
+                action: "removing it",
+                error,
+            })?;
+        }
+        self.sync_folder()?;
         Ok(Written {
             file_bytes: self.file_bytes,
             weight_bytes: self.manifest.weight_bytes(),
             tensors: self.names.len(),
+            sha256,
+            backend: self.output.backend(),
+            fallback: self.output.note(),
             path: std::mem::take(&mut self.target),
         })
     }
 
+    /// Stops, and leaves what is complete for a later [`Writer::create_or_resume`]: how many tensors that is. For an
+    /// interrupt; without a fingerprint, or if what is there cannot be put on the medium, everything is removed.
+    pub fn suspend(mut self) -> Result<usize, WriteError> {
+        self.check_whole()?;
+        let completed = self.output.complete();
+        self.checked(completed)?;
+        let Some(open) = &mut self.journal else { return Ok(0) };
+        let lines = std::mem::take(&mut open.waiting);
+        let recorded = self.disk.sync_data(&self.file).and_then(|()| open.journal.append(&lines));
+        if let Err(error) = recorded {
+            return Err(self.io_error("suspending", error));
+        }
+        open.is_kept = true;
+        self.temporary.is_there = false;
+        Ok(self.tensors_done)
+    }
+
     /// Writes one region and the zeros after it, and notes its digest.
     fn region(&mut self, region: &mut Region, bytes: &[u8]) -> Result<(), WriteError> {
-        debug_assert_eq!(self.written, region.offset, "regions follow each other as they were laid out");
-        region.digest = Digest::of(bytes);
-        self.append(bytes)?;
+        debug_assert_eq!(self.output.position(), region.offset.0, "regions follow each other as they were laid out");
+        let mut hasher = blake3::Hasher::new();
+        // In turns, so that the disk has work while the next block is hashed.
+        for block in bytes.chunks(BLOCK_BYTES) {
+            digest::update(&mut hasher, block);
+            self.append(block)?;
+        }
+        region.digest = Digest(*hasher.finalize().as_bytes());
         self.pad()
     }
 
     /// Writes zeros up to where the next region starts.
     fn pad(&mut self) -> Result<(), WriteError> {
-        let padding = (self.written.0.next_multiple_of(ALIGNMENT) - self.written.0) as usize;
+        let position = self.output.position();
+        let padding = (position.next_multiple_of(ALIGNMENT) - position) as usize;
         self.append(&[0; ALIGNMENT as usize][..padding])
     }
 
@@ -394,24 +594,22 @@ impl Writer {
         let Some(mut tensor) = self.manifest.tensors.get(name).filter(|_| is_due).cloned() else {
             return Err(WriteError::Unexpected { found: name.escape_debug().to_string(), expected: expected.cloned() });
         };
-        let spec = &tensor.spec;
-        let group = spec.group().map_or(0, |group| group.get() as u64);
-        tensor.spec = TensorSpec::new(spec.shape().clone(), spec.encoding(), group, global_scale)
+        tensor.spec = with_global_scale(&tensor.spec, global_scale)
             .map_err(|error| WriteError::Spec { tensor: name.to_owned(), error })?;
         Ok(tensor)
     }
 
     fn append(&mut self, bytes: &[u8]) -> Result<(), WriteError> {
-        match self.out.write_all(bytes) {
-            Ok(()) => {
-                self.written.0 += bytes.len() as u64;
-                Ok(())
-            }
-            Err(error) => {
-                self.is_broken = true;
-                Err(self.io_error("writing", error))
-            }
-        }
+        let appended = self.output.append(bytes);
+        self.checked(appended)
+    }
+
+    /// After an error of the output nothing more can be written.
+    fn checked(&mut self, result: io::Result<()>) -> Result<(), WriteError> {
+        result.map_err(|error| {
+            self.is_broken = true;
+            self.io_error("writing", error)
+        })
     }
 
     fn check_whole(&self) -> Result<(), WriteError> {
@@ -421,35 +619,24 @@ impl Writer {
         }
     }
 
-    fn read_back(&self) -> Result<(), WriteError> {
+    /// Opens the complete file as a reader does, and reads all of it if that was asked for.
+    fn read_back(&self) -> Result<Option<String>, WriteError> {
         let path = || self.target.display().to_string();
         let error = |error| WriteError::ReadBack { path: path(), error };
-        let file = crate::io::open(&self.temporary.path, IoBackend::Buffered).map_err(|e| error(MnwError::Io(e)))?;
+        let backend = if self.wants_sha256 { IoBackend::Auto } else { IoBackend::Buffered };
+        let file = open_on(&self.disk, &self.temporary.path, backend).map_err(|e| error(MnwError::Io(e)))?;
         let container = validate::open(file).map_err(error)?;
-        if container.manifest == self.manifest { Ok(()) } else { Err(WriteError::ReadBackDiffers { path: path() }) }
+        if container.manifest != self.manifest {
+            return Err(WriteError::ReadBackDiffers { path: path() });
+        }
+        match self.wants_sha256 {
+            true => readback::sha256(&container).map(Some).map_err(error),
+            false => Ok(None),
+        }
     }
 
-    fn publish(&mut self) -> Result<(), WriteError> {
-        let temporary = &self.temporary.path;
-        let published = match self.publication {
-            Publication::Link => fs::hard_link(temporary, &self.target),
-            Publication::Rename => rename_exclusively(temporary, &self.target),
-            Publication::Replace => fs::rename(temporary, &self.target),
-        };
-        match published {
-            Ok(()) => {}
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-                return Err(WriteError::Exists { path: self.target.display().to_string() });
-            }
-            Err(error) => return Err(self.io_error("publishing", error)),
-        }
-        match self.publication {
-            Publication::Link => {
-                self.temporary.remove().map_err(|e| self.io_error("removing the temporary name", e))?
-            }
-            Publication::Rename | Publication::Replace => self.temporary.is_there = false,
-        }
-        match File::open(&self.folder).and_then(|folder| folder.sync_all()) {
+    fn sync_folder(&self) -> Result<(), WriteError> {
+        match self.disk.sync_folder(&self.folder) {
             // Some network file systems have nothing to sync a folder with.
             Err(error) if error.raw_os_error() != Some(Errno::INVAL.raw_os_error()) => {
                 Err(self.io_error("syncing the folder", error))
@@ -463,6 +650,125 @@ impl Writer {
     }
 }
 
+impl Drop for OpenJournal {
+    fn drop(&mut self) {
+        if !self.is_kept {
+            // There is no one left to tell; without its temporary file it says nothing.
+            let _ = self.journal.remove();
+        }
+    }
+}
+
+impl Record {
+    fn of(name: &str, tensor: &Tensor) -> Self {
+        Self {
+            tensor: name.to_owned(),
+            data: tensor.data.digest.to_hex(),
+            scales: tensor.scales.as_ref().map(|region| region.digest.to_hex()),
+            global_scale_bits: tensor.spec.global_scale().map(f32::to_bits),
+        }
+    }
+
+    /// The planned tensor `name` with what the record says of it; `None` if it speaks of another.
+    fn completed(&self, name: &str, planned: &Tensor) -> Option<Tensor> {
+        let spec = &planned.spec;
+        let scale = self.global_scale_bits.map(f32::from_bits);
+        let mut tensor = Tensor { spec: with_global_scale(spec, scale).ok()?, ..planned.clone() };
+        tensor.data.digest = Digest::from_hex(&self.data)?;
+        if let Some(region) = &mut tensor.scales {
+            region.digest = Digest::from_hex(self.scales.as_deref()?)?;
+        }
+        (self.tensor == name).then_some(tensor)
+    }
+}
+
+fn with_global_scale(spec: &TensorSpec, global_scale: Option<f32>) -> Result<TensorSpec, TensorSpecError> {
+    let group = spec.group().map_or(0, |group| group.get() as u64);
+    TensorSpec::new(spec.shape().clone(), spec.encoding(), group, global_scale)
+}
+
+/// What a killed conversion left behind, checked.
+struct Leftover {
+    file: File,
+    temporary: TemporaryFile,
+    journal: Journal,
+    tensors_done: usize,
+    bytes_on_disk: u64,
+}
+
+impl Leftover {
+    /// Looks for what `conversion` to `target` left behind, and enters what is verifiably complete into `draft`. `None`
+    /// if there is nothing to go on with.
+    fn find(
+        disk: &Arc<dyn Disk>,
+        target: &Path,
+        folder: &Path,
+        draft: &mut Draft,
+        conversion: Digest,
+    ) -> Result<Option<Self>, WriteError> {
+        let path = journal_path(target, folder);
+        let shown = || path.display().to_string();
+        let failed = |action| {
+            let journal = shown();
+            move |error| WriteError::Journal { journal, action, error }
+        };
+        let busy = || WriteError::Busy { path: target.display().to_string() };
+        let (journal, heading, records) = match Journal::open(disk, &path).map_err(failed("reading it"))? {
+            Found::Nothing => return Ok(None),
+            Found::Busy => return Err(busy()),
+            Found::Journal(journal, heading, records) => (journal, heading, records),
+        };
+        if heading.conversion != conversion.to_hex() {
+            return Err(WriteError::OtherConversion { journal: shown() });
+        }
+        // The name comes from a file that anyone may have written: it must be one that we give.
+        let name = target.file_name().unwrap_or_default();
+        if !is_temporary_name(name.as_encoded_bytes(), heading.temporary.as_bytes()) {
+            return Ok(None);
+        }
+        let temporary = folder.join(&heading.temporary);
+        let file = match disk.reopen(&temporary) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(WriteError::Io { path: shown(), action: "opening what was left", error }),
+        };
+        if !take_lock(&**disk, &file) {
+            return Err(busy());
+        }
+        let claimed: Vec<(String, Tensor)> = draft
+            .manifest
+            .tensors
+            .iter()
+            .zip(&records)
+            .map_while(|((name, planned), record)| Some((name.clone(), record.completed(name, planned)?)))
+            .collect();
+        let tensors_done = match open_on(disk, &temporary, IoBackend::Auto) {
+            Ok(file) => readback::complete_tensors(&file, claimed.iter().map(|(_, tensor)| tensor)),
+            Err(_) => 0,
+        };
+        draft.manifest.tensors.extend(claimed.into_iter().take(tensors_done));
+        journal.keep_first(&records, tensors_done).map_err(failed("shortening it"))?;
+        let bytes_on_disk = file.metadata().map_or(0, |found| std::os::unix::fs::MetadataExt::blocks(&found) * 512);
+        let temporary = TemporaryFile::at(disk, temporary);
+        Ok(Some(Self { file, temporary, journal, tensors_done, bytes_on_disk }))
+    }
+}
+
+/// Starts a journal for a new temporary file.
+fn new_journal(
+    disk: &Arc<dyn Disk>,
+    target: &Path,
+    folder: &Path,
+    temporary: &TemporaryFile,
+    conversion: Digest,
+) -> Result<Journal, WriteError> {
+    let path = journal_path(target, folder);
+    let failed = |error| WriteError::Journal { journal: path.display().to_string(), action: "creating it", error };
+    let name = temporary.path.file_name().and_then(|name| name.to_str());
+    let name = name.ok_or_else(|| failed(io::Error::other("the name is not UTF-8")))?;
+    Journal::create(disk, &path, &Heading::new(conversion, name.to_owned())).map_err(failed)
+}
+
 impl OpenTensor {
     fn region_bytes(&self, part: RegionPart) -> u64 {
         match part {
@@ -472,124 +778,10 @@ impl OpenTensor {
     }
 }
 
-/// Checks the destination and returns its folder.
-fn check_target(target: &Path, force: bool) -> Result<PathBuf, WriteError> {
-    let path = || target.display().to_string();
-    let Some(name) = target.file_name() else { return Err(WriteError::NoName { path: path() }) };
-    let folder = match target.parent() {
-        Some(parent) if parent.as_os_str().is_empty() => PathBuf::from("."),
-        Some(parent) => parent.to_owned(),
-        None => return Err(WriteError::NoName { path: path() }),
-    };
-    if !folder.is_dir() {
-        let name = name.to_string_lossy().into_owned();
-        return Err(WriteError::NoFolder { folder: folder.display().to_string(), name });
-    }
-    match fs::symlink_metadata(target) {
-        Ok(_) if !force => Err(WriteError::Exists { path: path() }),
-        Ok(found) if !found.is_file() && !found.is_symlink() => Err(WriteError::NotReplaceable { path: path() }),
-        _ => Ok(folder),
-    }
-}
-
-/// Checks that the whole file fits. An old file under the same name is kept until the new one is complete.
-fn check_space(target: &Path, folder: &Path, needed: u64) -> Result<(), WriteError> {
-    // A file system that cannot say, or says that it has no blocks at all, is tried.
-    let Ok(info) = rustix::fs::statvfs(folder) else { return Ok(()) };
-    let free = info.f_bavail.saturating_mul(info.f_frsize);
-    if info.f_blocks == 0 || free >= needed {
-        return Ok(());
-    }
-    Err(WriteError::NoSpace { path: target.display().to_string(), needed, free })
-}
-
-/// A file that disappears when this is dropped.
-#[derive(Debug)]
-struct TemporaryFile {
-    path: PathBuf,
-    is_there: bool,
-}
-
-impl TemporaryFile {
-    /// Creates an empty file beside `target` that nobody else has.
-    fn create(target: &Path, folder: &Path) -> Result<(File, Self), WriteError> {
-        let mut tried = 0;
-        loop {
-            let path = temporary_name(target, folder);
-            match OpenOptions::new().write(true).create_new(true).mode(0o644).open(&path) {
-                Ok(file) => return Ok((file, Self { path, is_there: true })),
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && tried < NAMES_TRIED_MAX => tried += 1,
-                Err(error) => {
-                    return Err(WriteError::NotWritable { folder: folder.display().to_string(), error });
-                }
-            }
-        }
-    }
-
-    fn remove(&mut self) -> io::Result<()> {
-        self.is_there = false;
-        fs::remove_file(&self.path)
-    }
-}
-
-impl Drop for TemporaryFile {
-    fn drop(&mut self) {
-        if self.is_there {
-            // There is no one left to tell; the name says what the file is.
-            let _ = self.remove();
-        }
-    }
-}
-
-/// `.{name}.{pid}-{counter}.tmp` in `folder`; another one at each call.
-fn temporary_name(target: &Path, folder: &Path) -> PathBuf {
-    static COUNTER: AtomicU64 = AtomicU64::new(0);
-    let counter = COUNTER.fetch_add(1, Ordering::Relaxed);
-    let mut name = OsString::from(".");
-    name.push(target.file_name().unwrap_or_default());
-    name.push(format!(".{}-{counter}.tmp", std::process::id()));
-    folder.join(name)
-}
-
-/// How the finished file gets its name.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Publication {
-    /// A second hard link; fails if the name is taken.
-    Link,
-    /// A rename that fails if the name is taken, where there are no hard links.
-    Rename,
-    /// A rename over whatever has the name (`force`).
-    Replace,
-}
-
-impl Publication {
-    /// Finds out, with the empty temporary file, what the file system can do. May give that file another name.
-    fn probe(target: &Path, folder: &Path, temporary: &mut TemporaryFile) -> Result<Self, WriteError> {
-        let probe = temporary_name(target, folder);
-        let link = match fs::hard_link(&temporary.path, &probe) {
-            Ok(()) => {
-                let path = probe.display().to_string();
-                let error = |error| WriteError::Io { path, action: "removing a probe", error };
-                return fs::remove_file(&probe).map(|()| Self::Link).map_err(error);
-            }
-            Err(error) => error,
-        };
-        match rename_exclusively(&temporary.path, &probe) {
-            Ok(()) => {
-                temporary.path = probe;
-                Ok(Self::Rename)
-            }
-            Err(rename) => Err(WriteError::NoPublication { folder: folder.display().to_string(), link, rename }),
-        }
-    }
-}
-
-fn rename_exclusively(from: &Path, to: &Path) -> io::Result<()> {
-    Ok(rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE)?)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
     use minnow_common::{Encoding, FloatType, Shape};
 

@@ -13,7 +13,7 @@ use serde::{Deserialize, de};
 use thiserror::Error;
 
 use super::header::{HeaderError, StoredFloat, parse_header};
-use crate::io::{self, IoBackend, IoError, ReadAt};
+use crate::io::{Disk, IoBackend, IoError, ReadAt, open_on, system_disk};
 use crate::names::shortlist;
 
 /// The file that says which shard has which tensor.
@@ -83,10 +83,15 @@ pub enum FolderError {
 
 /// Opens the checkpoint in `folder`: by its index, or as a single `model.safetensors`.
 pub fn open_folder(folder: &Path, backend: IoBackend) -> Result<Folder, FolderError> {
+    open_folder_on(&system_disk(), folder, backend)
+}
+
+/// [`open_folder`], asking `disk`.
+pub fn open_folder_on(disk: &Arc<dyn Disk>, folder: &Path, backend: IoBackend) -> Result<Folder, FolderError> {
     let mut opened = if folder.join(INDEX_FILE).exists() {
-        open_indexed(folder, &Index::read(folder)?, backend)?
+        open_indexed(disk, folder, &Index::read(disk, folder)?, backend)?
     } else if folder.join(SINGLE_FILE).exists() {
-        open_shards(folder, &[SINGLE_FILE], backend)?
+        open_shards(disk, folder, &[SINGLE_FILE], backend)?
     } else {
         let found = other_weight_files(folder, &[]);
         let found = if found.is_empty() { String::new() } else { format!(", only {}", shortlist(&found)) };
@@ -103,20 +108,25 @@ pub fn open_folder(folder: &Path, backend: IoBackend) -> Result<Folder, FolderEr
 
 /// Opens a lone safetensors file. If its folder has an index that names it, it must be the only shard.
 pub fn open_file(file: &Path, backend: IoBackend) -> Result<Folder, FolderError> {
+    open_file_on(&system_disk(), file, backend)
+}
+
+/// [`open_file`], asking `disk`.
+pub fn open_file_on(disk: &Arc<dyn Disk>, file: &Path, backend: IoBackend) -> Result<Folder, FolderError> {
     let folder = folder_of(file);
     let name = file.file_name().unwrap_or_default().to_string_lossy();
     if folder.join(INDEX_FILE).exists() {
-        let index = Index::read(&folder)?;
+        let index = Index::read(disk, &folder)?;
         let shards = index.shards();
         if shards.contains_key(&*name) {
             if shards.len() > 1 {
                 let (file, folder) = (file.display().to_string(), folder.display().to_string());
                 return Err(FolderError::OneShardOfSeveral { file, shards: shards.len(), folder });
             }
-            return open_indexed(&folder, &index, backend);
+            return open_indexed(disk, &folder, &index, backend);
         }
     }
-    open_shards(&folder, &[&*name], backend)
+    open_shards(disk, &folder, &[&*name], backend)
 }
 
 /// The folder that `file` lies in.
@@ -127,7 +137,7 @@ pub(crate) fn folder_of(file: &Path) -> PathBuf {
     }
 }
 
-fn open_indexed(folder: &Path, index: &Index, backend: IoBackend) -> Result<Folder, FolderError> {
+fn open_indexed(disk: &Arc<dyn Disk>, folder: &Path, index: &Index, backend: IoBackend) -> Result<Folder, FolderError> {
     let wanted = index.shards();
     let missing: Vec<(String, usize)> = wanted
         .iter()
@@ -138,7 +148,7 @@ fn open_indexed(folder: &Path, index: &Index, backend: IoBackend) -> Result<Fold
         return Err(FolderError::MissingShards { folder: folder.display().to_string(), shards: wanted.len(), missing });
     }
     let shards: Vec<&str> = wanted.keys().copied().collect();
-    let opened = open_shards(folder, &shards, backend)?;
+    let opened = open_shards(disk, folder, &shards, backend)?;
     for (number, (&shard, named)) in wanted.iter().enumerate() {
         let has = |name: &str| opened.tensors.get(name).is_some_and(|(holder, _)| *holder == number);
         let absent: Vec<&str> = named.iter().copied().filter(|name| !has(name)).collect();
@@ -167,11 +177,11 @@ fn open_indexed(folder: &Path, index: &Index, backend: IoBackend) -> Result<Fold
     Ok(opened)
 }
 
-fn open_shards(folder: &Path, names: &[&str], backend: IoBackend) -> Result<Folder, FolderError> {
+fn open_shards(disk: &Arc<dyn Disk>, folder: &Path, names: &[&str], backend: IoBackend) -> Result<Folder, FolderError> {
     let mut shards: Vec<Arc<dyn ReadAt>> = Vec::new();
     let mut tensors = BTreeMap::new();
     for (number, name) in names.iter().enumerate() {
-        let shard = io::open(&folder.join(name), backend)?;
+        let shard = open_on(disk, &folder.join(name), backend)?;
         let header = parse_header(&*shard).map_err(|error| match error {
             HeaderError::Io(error) => FolderError::Io(error),
             error => FolderError::Header { file: shard.label().to_owned(), error },
@@ -223,11 +233,11 @@ struct Index {
 }
 
 impl Index {
-    fn read(folder: &Path) -> Result<Self, FolderError> {
+    fn read(disk: &Arc<dyn Disk>, folder: &Path) -> Result<Self, FolderError> {
         let path = folder.join(INDEX_FILE);
         let label = path.display().to_string();
         let wrong = |error: String| FolderError::Index { file: label.clone(), error };
-        let file = io::open(&path, IoBackend::Buffered)?;
+        let file = open_on(disk, &path, IoBackend::Buffered)?;
         if file.len() > INDEX_BYTES_MAX {
             return Err(wrong(format!("it has {} bytes, more than {INDEX_BYTES_MAX}", file.len())));
         }

@@ -7,5 +7,5 @@ mod folder;
 mod header;
 
 pub(crate) use folder::folder_of;
-pub use folder::{Folder, FolderError, INDEX_FILE, SINGLE_FILE, open_file, open_folder};
+pub use folder::{Folder, FolderError, INDEX_FILE, SINGLE_FILE, open_file, open_file_on, open_folder, open_folder_on};
 pub use header::{HEADER_BYTES_MAX, HeaderError, StoredFloat, parse_header};
