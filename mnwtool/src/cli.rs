@@ -11,8 +11,9 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use minnow_common::Encoding;
 use minnow_formats::io::IoBackend;
 use minnow_formats::mnw::Level;
+use minnow_kernels::codec::Quality;
 
-use crate::commands::{convert, extract, inspect, synth, validate};
+use crate::commands::{compare, convert, extract, inspect, synth, validate};
 use crate::pipeline::budget;
 use crate::plan::Choice;
 use crate::synthetic::Preset;
@@ -26,6 +27,8 @@ pub(crate) enum Command {
     Inspect(inspect::Options),
     /// Checks a `.mnw` file.
     Validate(validate::Options),
+    /// Says how far one checkpoint's weights are from another's.
+    Compare(compare::Options),
     /// Turns a `.mnw` file back into a safetensors folder.
     Extract(extract::Options),
     /// Writes a `.mnw` file with random weights.
@@ -56,6 +59,7 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Com
             path: typed.path,
             tensors: typed.tensors,
             stats: typed.stats,
+            workers: budget::worker_count(typed.workers),
             json: typed.json,
         })),
         TypedCommand::Validate(typed) => Ok(Command::Validate(validate::Options {
@@ -68,6 +72,14 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Com
             workers: budget::worker_count(typed.workers),
             json: typed.json,
         })),
+        TypedCommand::Compare(typed) => Ok(Command::Compare(compare::Options {
+            source: typed.source,
+            file: typed.file,
+            workers: budget::worker_count(typed.workers),
+            io: typed.io,
+            json: typed.json,
+            progress: !typed.no_progress,
+        })),
         TypedCommand::Extract(typed) => Ok(Command::Extract(extract::Options {
             file: typed.file,
             folder: typed.folder,
@@ -78,7 +90,6 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Com
             progress: !typed.no_progress,
         })),
         TypedCommand::Synth(typed) => typed.meant().map(Command::Synth),
-        TypedCommand::Compare(_) => later("the command compare", "inspect --stats on both files"),
         TypedCommand::Publish(_) => later("the command publish", "the Hugging Face client hf upload"),
         TypedCommand::Push(_) => later("the command push", "the Hugging Face client hf upload"),
         TypedCommand::Pull(_) => later("the command pull", "the Hugging Face client hf download"),
@@ -113,12 +124,12 @@ enum TypedCommand {
     Inspect(TypedInspect),
     /// Check a .mnw file
     Validate(TypedValidate),
+    /// Measure how far the weights of one checkpoint are from those of another
+    Compare(TypedCompare),
     /// Write a .mnw file's assets and tensors into a new safetensors folder
     Extract(TypedExtract),
     /// Write a .mnw file with random weights of realistic scale
     Synth(TypedSynth),
-    #[command(hide = true)]
-    Compare(Anything),
     #[command(hide = true)]
     Publish(Anything),
     #[command(hide = true)]
@@ -206,7 +217,7 @@ struct TypedConvert {
     /// JSON list of {prefix, encoding, group_size}; the last rule whose prefix matches a tensor decides
     #[arg(long, value_name = "FILE")]
     tensor_rules: Option<PathBuf>,
-    /// How codes are chosen: rtn rounds to nearest
+    /// How scales are chosen: rtn by the largest value (the specified bytes), search by the least error (slower)
     #[arg(long, value_name = "QUALITY", value_enum, default_value = "rtn")]
     quality: TypedQuality,
     /// Threads that quantize, at most 64; 0 for one per CPU, at most 8
@@ -221,9 +232,15 @@ struct TypedConvert {
     /// Make every check and print the plan, but write nothing
     #[arg(long)]
     dry_run: bool,
-    /// Continue an interrupted conversion
-    #[arg(long, hide = true)]
+    /// Continue what a killed run of the same conversion left behind, after checking it; the bytes are the same
+    #[arg(long)]
     resume: bool,
+    /// How much output may have to be made again after a kill, in MiB
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(..=1 << 20), default_value = "256")]
+    journal_mib: u64,
+    /// Do not read the complete file once more to check it and to report its SHA-256
+    #[arg(long)]
+    no_sha256: bool,
     /// Replace an existing output, atomically, once the new file is complete
     #[arg(long)]
     force: bool,
@@ -243,21 +260,22 @@ enum TypedQuality {
 
 impl TypedConvert {
     fn meant(self) -> Result<convert::Options, Refused> {
-        if self.quality == TypedQuality::Search {
-            return later("--quality search", "--quality rtn");
-        }
-        if self.resume {
-            return later("--resume", "a fresh conversion without it");
-        }
         Ok(convert::Options {
             choice: self.choice.meant()?,
             source: self.source,
             output: self.output,
             rules_file: self.tensor_rules,
+            quality: match self.quality {
+                TypedQuality::Rtn => Quality::Rtn,
+                TypedQuality::Search => Quality::Search,
+            },
             workers: budget::worker_count(self.workers),
             io: self.io,
             model_id: self.model_id,
             dry_run: self.dry_run,
+            resume: self.resume,
+            journal_bytes: self.journal_mib << 20,
+            sha256: !self.no_sha256,
             force: self.force,
             json: self.json,
             progress: !self.no_progress,
@@ -272,9 +290,12 @@ struct TypedInspect {
     /// List every tensor
     #[arg(long)]
     tensors: bool,
-    /// Read every tensor: smallest, largest, root mean square, share of zeros
+    /// Read every tensor: range, root mean square, zeros, suspicious experts, and the SHA-256 of each file
     #[arg(long)]
     stats: bool,
+    /// Threads that read for --stats, at most 64; 0 for one per CPU, at most 8
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
+    workers: u64,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -300,6 +321,26 @@ enum TypedLevel {
     Open,
     Validate,
     Strict,
+}
+
+#[derive(Debug, Args)]
+struct TypedCompare {
+    /// What the weights should be: a .mnw file, a safetensors file or a folder
+    source: PathBuf,
+    /// What they are: the same
+    file: PathBuf,
+    /// Threads that read and decode, at most 64; 0 for one per CPU, at most 8
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
+    workers: u64,
+    /// How both are read: auto, uring, direct, buffered or mmap
+    #[arg(long, value_name = "BACKEND", default_value = "auto")]
+    io: IoBackend,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Show no progress bar
+    #[arg(long)]
+    no_progress: bool,
 }
 
 #[derive(Debug, Args)]
@@ -446,10 +487,9 @@ mod tests {
             ("convert a b --experts nvfp4 --quant-layout row", &["--quant-layout row", "nvfp4"]),
             ("convert a b --experts nvfp4 --group-size 32", &["--group-size 32", "nvfp4"]),
             ("convert a b --quant-layout row", &["--quant-layout"]),
-            ("convert a b --quality search", &["--quality search", "not available", "rtn"]),
-            ("convert a b --resume", &["--resume", "not available"]),
+            ("convert a b --quality best", &["--quality", "best", "search"]),
             ("convert a", &["OUTPUT"]),
-            ("compare a b --json", &["compare", "not available", "inspect"]),
+            ("compare a --json", &["FILE"]),
             ("push --to x", &["push", "not available"]),
             ("synth a --preset huge", &["huge", "--preset"]),
             ("synth a --preset tiny --layers 9", &["--layers 9", "tiny"]),

@@ -33,6 +33,7 @@ impl Failure {
         match error {
             PipelineError::Interrupted(interrupt) => Self::Interrupted(interrupt),
             PipelineError::Sink(error) => Self::of(error),
+            PipelineError::Source(error) => Self::of(error),
             PipelineError::Unit { name, error: UnitError::Read(error) } => {
                 Self::Failed(format!("{error} (tensor {name})"))
             }

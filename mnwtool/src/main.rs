@@ -11,6 +11,7 @@ mod plan;
 mod process;
 mod progress;
 mod rules;
+mod scan;
 mod signals;
 mod synthetic;
 mod terminal;
@@ -25,6 +26,7 @@ fn main() -> ExitCode {
         Ok(Command::Convert(options)) => commands::convert::run(&options),
         Ok(Command::Inspect(options)) => commands::inspect::run(&options),
         Ok(Command::Validate(options)) => commands::validate::run(&options),
+        Ok(Command::Compare(options)) => commands::compare::run(&options),
         Ok(Command::Extract(options)) => commands::extract::run(&options),
         Ok(Command::Synth(options)) => commands::synth::run(&options),
         Err(Refused::Shown(text)) => terminal::print(&text),

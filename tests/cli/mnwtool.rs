@@ -88,8 +88,15 @@ pub(crate) fn assert_refusal(output: &Output, code: i32, words: &[&str]) -> Stri
     message
 }
 
+/// SHA-256 of a file, as `sha256sum` and Hugging Face show it.
+pub(crate) fn sha256(path: &Path) -> String {
+    use sha2::Digest;
+    let digest = sha2::Sha256::digest(std::fs::read(path).expect("a file"));
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// Name -> (dtype, shape, bytes) of all tensors of a safetensors folder.
-fn tensors(folder: &Path) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
+pub(crate) fn tensors(folder: &Path) -> BTreeMap<String, (String, Vec<usize>, Vec<u8>)> {
     let mut tensors = BTreeMap::new();
     for entry in std::fs::read_dir(folder).expect("a folder") {
         let path = entry.expect("an entry").path();
@@ -127,6 +134,12 @@ fn a_conversion_reports_its_size_and_counts() {
     for key in ["path", "file_bytes", "weight_bytes", "tensors", "source_bytes", "encodings"] {
         assert_eq!(plan[key], result[key], "the plan told another {key}");
     }
+    assert_eq!(result["sha256"], sha256(Path::new(&output)));
+    assert_eq!((&result["quality"], &result["bytes_read"]), (&Value::from("rtn"), &result["source_bytes"]));
+    let estimate = &plan["estimate"];
+    assert!(estimate["seconds_min"].as_f64().is_some_and(|seconds| seconds > 0.0), "{plan}");
+    let unchecked = done_json(&["convert", &source, &output, "--force", "--no-sha256", "--json"]);
+    assert_eq!(unchecked["sha256"], Value::Null);
     let text = done(&["convert", &source, &output, "--force"]);
     assert_eq!(text.lines().count(), 1, "{text}");
     assert!(text.contains("20 tensors") && text.starts_with(&output), "{text}");
@@ -144,11 +157,51 @@ fn inspect_describes_files_and_folders() {
     assert_eq!((&file["kind"], &file["model_id"]), (&Value::from("mnw"), &Value::from("tiny")));
     assert_eq!(file["parameters"], folder["parameters"]);
     assert_eq!(file["encodings"]["i4_mma"]["bits_per_weight"], 4.5);
+    assert_eq!(file["manifest_blake3"].as_str().map(str::len), Some(64));
+    assert_eq!(folder["sha256"].as_array().expect("a list").len(), 2);
+    let first = Path::new(&golden_path(SHARDED)).join("model-00001-of-00002.safetensors");
+    assert_eq!(folder["sha256"][0], sha256(&first));
+    let memory = &file["memory"];
+    assert!(memory["weight_bytes"].as_u64() > Some(0) && memory["kv_bytes_per_1024_tokens_f32"].as_u64() > Some(0));
+    assert!(folder["outlier_rule"].as_str().is_some_and(|rule| rule.contains("median")));
     assert!(file.get("tensors").is_none());
     let text = done(&["inspect", &golden_path(SOURCE)]);
     assert!(text.contains("convertible  yes") && text.contains("LLaDA2.2"), "{text}");
+    for role in ["embedding", "attention", "router", "shared experts", "experts", "final norm", "head"] {
+        assert!(text.contains(role), "{role} is not in the tree: {text}");
+    }
 }
 
+/// C29
+#[test]
+fn inspect_tells_the_exact_size_of_each_conversion_beforehand() {
+    let scratch = Scratch::new();
+    let source = golden_path(SOURCE);
+    let report = done_json(&["inspect", &source, "--json"]);
+    let conversions = report["conversions"].as_array().expect("a list");
+    assert_eq!(conversions.len(), 4);
+    for conversion in conversions {
+        let experts = conversion["experts"].as_str().expect("a word");
+        let output = scratch.text(experts);
+        if conversion["possible"] == true {
+            done(&["convert", &source, &output, "--experts", experts]);
+            let bytes = std::fs::metadata(&output).expect("the output").len();
+            assert_eq!(conversion["file_bytes"], bytes, "{experts}");
+        } else {
+            // Its rows are shorter than the usual group.
+            let problem = conversion["problem"].as_str().expect("a reason");
+            refused(&["convert", &source, &output, "--experts", experts], 1, &[problem]);
+        }
+    }
+    let quantized = done_json(&["inspect", &golden_path("golden/mnw/tiny/i4_mma.mnw"), "--json"]);
+    let possible = |experts: &str| {
+        let list = quantized["conversions"].as_array().expect("a list");
+        list.iter().find(|entry| entry["experts"] == experts).map(|entry| entry["possible"].clone())
+    };
+    assert_eq!((possible("original"), possible("int8")), (Some(true.into()), Some(false.into())));
+}
+
+/// C18, C29
 #[test]
 fn inspect_says_why_a_folder_is_not_convertible_and_flags_dead_experts() {
     let scratch = Scratch::new();
@@ -220,6 +273,35 @@ fn validate_names_level_and_counts_or_the_reason() {
 }
 
 #[test]
+fn validate_lists_every_problem_with_tensor_and_offset() {
+    let scratch = Scratch::new();
+    let mut bytes = std::fs::read(golden_path("golden/mnw/tiny/nvfp4.mnw")).expect("golden data");
+    let damaged = [4096, 32768, 40960];
+    for offset in damaged {
+        bytes[offset] ^= 1;
+    }
+    std::fs::write(scratch.path("bad.mnw"), bytes).expect("a writable folder");
+    let bad = scratch.text("bad.mnw");
+    let output = program::mnwtool(&["validate", &bad]);
+    assert_refusal(&output, 1, &[&bad, "payload-digest", "lm_head.weight", "3 problems in all"]);
+    assert_eq!(stdout(&output).lines().count(), 3, "{}", stdout(&output));
+    let mut reports = Vec::new();
+    for workers in ["1", "2", "64"] {
+        let output = program::mnwtool(&["validate", &bad, "--json", "--workers", workers]);
+        assert_eq!(output.status.code(), Some(1));
+        let mut report: Value = serde_json::from_str(&stdout(&output)).expect("one JSON object");
+        let problems = report["problems"].as_array().expect("a list");
+        let offsets: Vec<u64> = problems.iter().filter_map(|problem| problem["offset"].as_u64()).collect();
+        assert_eq!(offsets.len(), 3, "{report}");
+        assert!(problems.iter().all(|problem| problem["reason"] == "payload-digest" && problem["tensor"].is_string()));
+        assert_eq!(offsets[0], 4096);
+        report["seconds"] = Value::Null;
+        reports.push(report);
+    }
+    assert!(reports.iter().all(|report| *report == reports[0]));
+}
+
+#[test]
 fn every_hostile_file_gets_the_same_answer_from_validate_as_from_its_list() {
     let scratch = Scratch::new();
     let list = golden::json("hostile/mnw/manifest.json");
@@ -233,7 +315,8 @@ fn every_hostile_file_gets_the_same_answer_from_validate_as_from_its_list() {
         }
         let path = golden::unpack_into(&format!("hostile/mnw/{file}"), scratch.0.path());
         let path = path.to_str().expect("UTF-8");
-        refused(&["validate", path, "--level", level], 1, &[file, entry["reason"].as_str().expect("a reason")]);
+        let output = program::mnwtool(&["validate", path, "--level", level]);
+        assert_refusal(&output, 1, &[file, entry["reason"].as_str().expect("a reason")]);
     }
 }
 
@@ -314,6 +397,7 @@ fn synthetic_checkpoints_are_strictly_valid_and_depend_on_preset_and_seed_only()
     assert_eq!(std::fs::read(made).expect("output"), std::fs::read(converted).expect("output"));
 }
 
+/// C11, C19
 #[test]
 fn a_folder_with_a_second_weight_set_and_unknown_tensors_converts_with_warnings() {
     let scratch = Scratch::new();

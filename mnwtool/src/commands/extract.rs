@@ -13,12 +13,13 @@ use minnow_common::units::HumanBytes;
 use minnow_formats::checkpoint::{Checkpoint, SourceKind};
 use minnow_formats::io::IoBackend;
 use minnow_formats::names;
+use minnow_kernels::codec::Quality;
 use serde_json::json;
 
 use super::destination;
 use crate::failure::Failure;
 use crate::pipeline::shards::{self, Shard, ShardSink};
-use crate::pipeline::{self, PipelineError};
+use crate::pipeline::{self, Job, PipelineError};
 use crate::plan::{self, Planned};
 use crate::process;
 use crate::progress::Progress;
@@ -66,8 +67,16 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     }
     let mut sink = ShardSink::new(&folder.path, &shards);
     let progress = Progress::new(plan.iter().map(Planned::source_bytes).sum(), options.progress);
-    pipeline::run(&plan, &source, &mut sink, options.workers, &signals, &progress)
-        .and_then(|()| sink.finish().map_err(PipelineError::Sink))
+    let job = Job {
+        plan: &plan,
+        first: 0,
+        source: &source,
+        io: Some(IoBackend::Auto),
+        quality: Quality::Rtn,
+        workers: options.workers,
+    };
+    pipeline::run(job, &mut sink, &signals, &progress)
+        .and_then(|_| sink.finish().map_err(PipelineError::Sink))
         .map_err(|error| Failure::in_pipeline(&options.file, error))?;
     drop(progress);
     folder.publish(&options.folder, &parent)?;

@@ -1,24 +1,27 @@
-//! `mnwtool inspect`: what a checkpoint is, what it holds, and whether it can be converted.
+//! `mnwtool inspect`: what a checkpoint is, what it holds, and what can be made of it.
 
+mod outlook;
 mod stats;
+mod tree;
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use minnow_common::tensor::is_expert;
 use minnow_common::units::HumanBytes;
 use minnow_common::{ARCHITECTURE, ModelConfig, Routing};
 use minnow_formats::checkpoint::{Checkpoint, SourceKind, StoredTensor};
+use minnow_formats::digest;
 use minnow_formats::io::IoBackend;
-use minnow_formats::names::shortlist;
 use serde_json::{Map, Value, json};
 
-use super::{encodings_json, encodings_table};
+use super::{encoding_words, encodings_json, encodings_table};
 use crate::failure::Failure;
 use crate::plan;
 use crate::progress::Progress;
 use crate::terminal;
+use outlook::Memory;
 use stats::Stats;
+use tree::Tree;
 
 /// What to look at, and how closely.
 #[derive(Debug)]
@@ -26,35 +29,41 @@ pub(crate) struct Options {
     pub(crate) path: PathBuf,
     pub(crate) tensors: bool,
     pub(crate) stats: bool,
+    pub(crate) workers: usize,
     pub(crate) json: bool,
 }
 
 /// Describes the checkpoint on standard output.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let checkpoint = Checkpoint::open(&options.path, IoBackend::Auto).map_err(Failure::of)?;
-    let stats = if options.stats { Some(all_stats(&checkpoint, !options.json)?) } else { None };
-    let view =
-        View { path: &options.path, checkpoint: &checkpoint, stats, lists_tensors: options.tensors || options.stats };
+    let close_look = if options.stats { Some(CloseLook::at(&checkpoint, options)?) } else { None };
+    let lists_tensors = options.tensors || options.stats;
+    let view = View { path: &options.path, checkpoint: &checkpoint, close_look, lists_tensors };
     if options.json { terminal::print_json(&view.json()) } else { terminal::print(&view.text()) }
 }
 
-/// The statistics of every tensor, in name order. One tensor, or part of one, is in memory at a time.
-fn all_stats(checkpoint: &Checkpoint, progress: bool) -> Result<Vec<Stats>, Failure> {
-    let bytes = |tensor: &StoredTensor| tensor.spec.data_bytes() + tensor.spec.scales_bytes();
-    let progress = Progress::new(checkpoint.tensors().values().map(bytes).sum(), progress);
-    let one = |(name, tensor): (&String, &StoredTensor)| {
-        let stats = stats::of(checkpoint, name, &tensor.spec).map_err(Failure::of)?;
-        progress.advance(bytes(tensor));
-        Ok(stats)
-    };
-    checkpoint.tensors().iter().map(one).collect()
+/// What only reading every byte tells.
+struct CloseLook {
+    /// In the order of [`Checkpoint::tensors`].
+    stats: Vec<Stats>,
+    /// In the order of [`Checkpoint::files`].
+    sha256: Vec<String>,
+}
+
+impl CloseLook {
+    fn at(checkpoint: &Checkpoint, options: &Options) -> Result<Self, Failure> {
+        let stats = stats::all(checkpoint, options.workers, !options.json).map_err(Failure::of)?;
+        let progress = Progress::new(checkpoint.files().iter().map(|file| file.len()).sum(), !options.json);
+        let files = checkpoint.files().iter();
+        let sha256 = files.map(|file| digest::sha256(file, &|bytes| progress.advance(bytes, file.label())));
+        Ok(Self { sha256: sha256.collect::<Result<_, _>>().map_err(Failure::of)?, stats })
+    }
 }
 
 struct View<'a> {
     path: &'a Path,
     checkpoint: &'a Checkpoint,
-    /// In the order of `checkpoint.tensors()`.
-    stats: Option<Vec<Stats>>,
+    close_look: Option<CloseLook>,
     lists_tensors: bool,
 }
 
@@ -83,27 +92,30 @@ impl View<'_> {
         self.checkpoint.check_model().err().map(|error| error.to_string())
     }
 
-    /// Tensors that a trained model does not have: experts of zeros, values that are no numbers.
+    /// What is wrong with the values, if they were looked at.
     fn suspects(&self) -> Vec<String> {
-        let Some(stats) = &self.stats else { return Vec::new() };
-        let named: Vec<(&String, &Stats)> = self.checkpoint.tensors().keys().zip(stats).collect();
-        let list = |what: &str, wanted: &dyn Fn(&str, &Stats) -> bool| {
-            let names: Vec<&String> =
-                named.iter().filter(|(name, stats)| wanted(name, stats)).map(|(name, _)| *name).collect();
-            (!names.is_empty()).then(|| format!("{what} ({}): {}", names.len(), shortlist(&names)))
-        };
-        [
-            list("experts whose weights are all zero", &|name, stats| is_expert(name) && stats.is_all_zero()),
-            list("tensors with values that are not finite", &|_, stats| stats.nonfinite > 0),
-        ]
-        .into_iter()
-        .flatten()
-        .collect()
+        let Some(CloseLook { stats, .. }) = &self.close_look else { return Vec::new() };
+        stats::suspects(self.checkpoint.tensors().keys().map(String::as_str).zip(stats))
+    }
+
+    fn stats(&self, index: usize) -> Option<&Stats> {
+        self.close_look.as_ref().map(|close_look| &close_look.stats[index])
+    }
+
+    fn memory(&self) -> Memory {
+        let bytes = |tensor: &StoredTensor| tensor.spec.data_bytes() + tensor.spec.scales_bytes();
+        Memory::of(self.checkpoint.tensors().values().map(bytes).sum(), self.checkpoint.config())
+    }
+
+    /// BLAKE3 of the manifest, which holds those of all regions: it stands for the whole content.
+    fn manifest_blake3(&self) -> Option<String> {
+        self.checkpoint.container().map(|container| container.header.manifest_digest.to_hex())
     }
 
     fn text(&self) -> String {
         let Self { path, checkpoint, .. } = self;
         let config = checkpoint.config();
+        let problem = self.problem();
         let mut text = String::new();
         let mut line = |label: &str, value: String| {
             // Writing to a string cannot fail.
@@ -123,29 +135,46 @@ impl View<'_> {
         if !checkpoint.dropped_assets().is_empty() {
             line("unreadable", checkpoint.dropped_assets().join(", "));
         }
+        if let Some(digest) = self.manifest_blake3() {
+            line("manifest", format!("blake3 {digest}"));
+        }
+        if let Some(CloseLook { sha256, .. }) = &self.close_look {
+            for (file, digest) in checkpoint.files().iter().zip(sha256) {
+                line("sha256", format!("{digest}  {}", file.label()));
+            }
+        }
+        line("to run", self.memory().text());
         line(
             "convertible",
-            match self.problem() {
+            match problem {
                 None if self.is_quantized() => "yes; what is quantized can only be copied or repacked".to_owned(),
-                None => "yes".to_owned(),
-                Some(problem) => format!("no: {problem}"),
+                None => "yes, and this is what you would get:".to_owned(),
+                Some(ref problem) => format!("no: {problem}"),
             },
         );
-        line("encodings", String::new());
+        if problem.is_none() {
+            outlook::prospects(checkpoint).iter().for_each(|prospect| text.push_str(&prospect.text()));
+        }
+        text.push_str("encodings\n");
         text.push_str(&encodings_table(&self.shares()));
+        text.push_str("tree\n");
+        text.push_str(&Tree::of(checkpoint).text());
         if self.lists_tensors {
             text.push_str("tensors\n");
             for (index, (name, tensor)) in checkpoint.tensors().iter().enumerate() {
                 let encoding = encoding_words(tensor);
                 let _ = write!(text, "  {name}  {}  {encoding}", tensor.spec.shape());
-                if let Some(stats) = &self.stats {
-                    let _ = write!(text, "  {}", stats[index]);
+                if let Some(stats) = self.stats(index) {
+                    let _ = write!(text, "  {stats}");
                 }
                 text.push('\n');
             }
         }
         for suspect in self.suspects() {
             let _ = writeln!(text, "suspicious   {suspect}");
+        }
+        if self.close_look.is_some() {
+            let _ = writeln!(text, "rule         {}", stats::OUTLIER_RULE);
         }
         text
     }
@@ -178,9 +207,15 @@ impl View<'_> {
             "encodings": encodings_json(&self.shares()),
             "assets": assets,
             "dropped_assets": checkpoint.dropped_assets(),
+            "manifest_blake3": self.manifest_blake3(),
+            "tree": Tree::of(checkpoint).json(),
+            "memory": self.memory().json(),
             "convertible": problem.is_none(),
             "problem": problem,
         });
+        if problem.is_none() {
+            object["conversions"] = outlook::prospects(checkpoint).iter().map(outlook::Prospect::json).collect();
+        }
         if self.lists_tensors {
             let tensors = checkpoint.tensors().iter().enumerate().map(|(index, (name, tensor))| {
                 let mut entry = json!({
@@ -190,15 +225,17 @@ impl View<'_> {
                     "group_size": tensor.spec.group().map_or(0, |group| group.get()),
                     "bytes": tensor.spec.data_bytes() + tensor.spec.scales_bytes(),
                 });
-                if let Some(stats) = &self.stats {
-                    entry["stats"] = stats[index].json();
+                if let Some(stats) = self.stats(index) {
+                    entry["stats"] = stats.json();
                 }
                 entry
             });
             object["tensors"] = tensors.collect();
         }
-        if self.stats.is_some() {
+        if let Some(CloseLook { sha256, .. }) = &self.close_look {
+            object["sha256"] = sha256.as_slice().into();
             object["suspicious"] = self.suspects().into();
+            object["outlier_rule"] = stats::OUTLIER_RULE.into();
         }
         object
     }
@@ -226,11 +263,4 @@ fn shape_line(config: &ModelConfig) -> String {
         config.num_key_value_heads,
         config.vocab_size,
     )
-}
-
-fn encoding_words(tensor: &StoredTensor) -> String {
-    match tensor.spec.group() {
-        Some(group) => format!("{}/{group}", tensor.spec.encoding()),
-        None => tensor.spec.encoding().to_string(),
-    }
 }

@@ -1,5 +1,6 @@
 //! The commands: one file, one verb.
 
+pub(crate) mod compare;
 pub(crate) mod convert;
 pub(crate) mod extract;
 pub(crate) mod inspect;
@@ -8,11 +9,14 @@ pub(crate) mod validate;
 
 mod container;
 mod destination;
+mod estimate;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use minnow_common::units::HumanBytes;
+use minnow_formats::checkpoint::{Checkpoint, StoredTensor};
+use minnow_formats::names;
 use serde_json::{Value, json};
 
 use crate::plan::Share;
@@ -38,4 +42,18 @@ fn encodings_json(shares: &BTreeMap<&'static str, Share>) -> Value {
     let entry =
         |share: &Share| json!({"tensors": share.tensors, "bytes": share.bytes, "bits_per_weight": share.bits()});
     shares.iter().map(|(name, share)| ((*name).to_owned(), entry(share))).collect::<serde_json::Map<_, _>>().into()
+}
+
+/// Encoding and group size, as in `i4_mma/128`.
+fn encoding_words(tensor: &StoredTensor) -> String {
+    match tensor.spec.group() {
+        Some(group) => format!("{}/{group}", tensor.spec.encoding()),
+        None => tensor.spec.encoding().to_string(),
+    }
+}
+
+/// The assets that a writer may store; a container may hold more, which are left out.
+fn known_assets(checkpoint: &Checkpoint) -> BTreeMap<String, String> {
+    let known = checkpoint.assets().iter().filter(|(name, _)| names::is_known_asset(name));
+    known.map(|(name, text)| (name.clone(), text.clone())).collect()
 }

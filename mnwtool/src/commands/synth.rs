@@ -2,7 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use super::container::{Container, Pace};
+use minnow_kernels::codec::Quality;
+
+use super::container::{Container, Pace, Resumption};
 use super::destination;
 use crate::failure::Failure;
 use crate::plan::{self, Choice};
@@ -40,7 +42,16 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
         warnings: conversion.warnings,
         source: &source,
         source_path: label,
+        io: None,
         backend: "random",
+        quality: Quality::Rtn,
+        resumption: Resumption::Never,
     };
-    container.write(Pace { workers: options.workers, progress: options.progress }, options.force, options.json)
+    container.write(Pace {
+        workers: options.workers,
+        progress: options.progress,
+        force: options.force,
+        sha256: false,
+        json: options.json,
+    })
 }

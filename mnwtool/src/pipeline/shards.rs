@@ -12,9 +12,9 @@ use minnow_common::Encoding;
 use serde_json::{Map, Value, json};
 use thiserror::Error;
 
-use super::quantize::Content;
 use super::sink::{Sink, SinkError};
 use super::source::Unit;
+use super::tray::Content;
 use crate::plan::Planned;
 
 /// The key in a header that is not a tensor.
@@ -156,7 +156,7 @@ impl<'a> ShardSink<'a> {
 }
 
 impl Sink for ShardSink<'_> {
-    fn write(&mut self, _tensor: &Planned, unit: &Unit, content: &Content) -> Result<(), SinkError> {
+    fn write(&mut self, _tensor: &Planned, unit: &Unit, content: Content<'_>) -> Result<(), SinkError> {
         while self.open.is_none() || !self.shards[self.next - 1].tensors.contains(&unit.tensor) {
             self.close()?;
             let shard = &self.shards[self.next];

@@ -7,14 +7,14 @@ use minnow_formats::io::OsCause;
 use minnow_formats::mnw::{RegionPart, WriteError, Writer, Written};
 use thiserror::Error;
 
-use super::quantize::Content;
 use super::source::{Piece, Unit};
+use super::tray::Content;
 use crate::plan::Planned;
 
 /// Takes the results of all units, in order.
 pub(crate) trait Sink {
     /// Writes what has become of `unit`, a part of `tensor`.
-    fn write(&mut self, tensor: &Planned, unit: &Unit, content: &Content) -> Result<(), SinkError>;
+    fn write(&mut self, tensor: &Planned, unit: &Unit, content: Content<'_>) -> Result<(), SinkError>;
 }
 
 /// Why an output cannot be written: one line that starts with a path.
@@ -40,6 +40,10 @@ impl SinkError {
             | Error::NoSpace { .. }
             | Error::NoPublication { .. }
             | Error::Io { .. }
+            | Error::Broken { .. }
+            | Error::Busy { .. }
+            | Error::OtherConversion { .. }
+            | Error::Journal { .. }
             | Error::ReadBack { .. }
             | Error::ReadBackDiffers { .. } => Self(error.to_string()),
             _ => Self(format!("{}: {error}", output.display())),
@@ -67,11 +71,15 @@ impl<'a> MnwSink<'a> {
         self.writer.finish().map_err(|error| SinkError::mnw(self.output, &error))
     }
 
-    fn try_write(&mut self, tensor: &Planned, unit: &Unit, content: &Content) -> Result<(), WriteError> {
+    /// Leaves what is complete for a later run, and says how many tensors that is.
+    pub(crate) fn suspend(self) -> Result<usize, SinkError> {
+        self.writer.suspend().map_err(|error| SinkError::mnw(self.output, &error))
+    }
+
+    fn try_write(&mut self, tensor: &Planned, unit: &Unit, content: Content<'_>) -> Result<(), WriteError> {
         let (part, bytes) = match content {
-            Content::Tensor(encoded) => {
-                let scales = Some(encoded.scales.as_slice());
-                return self.writer.tensor(&tensor.name, &encoded.data, scales, encoded.global_scale);
+            Content::Tensor { data, scales, global_scale } => {
+                return self.writer.tensor(&tensor.name, data, Some(scales), global_scale);
             }
             Content::Data(bytes) => (RegionPart::Data, bytes),
             Content::Scales(bytes) => (RegionPart::Scales, bytes),
@@ -87,7 +95,7 @@ impl<'a> MnwSink<'a> {
 }
 
 impl Sink for MnwSink<'_> {
-    fn write(&mut self, tensor: &Planned, unit: &Unit, content: &Content) -> Result<(), SinkError> {
+    fn write(&mut self, tensor: &Planned, unit: &Unit, content: Content<'_>) -> Result<(), SinkError> {
         self.try_write(tensor, unit, content).map_err(|error| SinkError::mnw(self.output, &error))
     }
 }

@@ -8,12 +8,13 @@ mod preset;
 mod tokenizer;
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use minnow_common::inventory::{self, Role};
 use minnow_common::random::Symmetric;
-use minnow_common::{ConfigError, Encoding, FloatType, ModelConfig, TensorSpec};
+use minnow_common::{ConfigError, Encoding, FileOffset, FloatType, ModelConfig, TensorSpec};
 use minnow_formats::checkpoint::Digests;
-use minnow_formats::io::IoError;
+use minnow_formats::io::{IoError, ReadAt};
 
 pub(crate) use preset::Preset;
 
@@ -112,8 +113,16 @@ impl Source for Synthetic {
         Ok(())
     }
 
+    fn place(&self, _name: &str, _part: Part) -> Option<(&Arc<dyn ReadAt>, FileOffset)> {
+        None
+    }
+
     fn digests(&self, _name: &str) -> Option<Digests> {
         None
+    }
+
+    fn check_unchanged(&self) -> Result<(), IoError> {
+        Ok(())
     }
 }
 

@@ -1,19 +1,23 @@
-//! Range, size and zeros of a tensor's values, as they are after dequantization. Damaged scales show as values that are
-//! not finite, so that a broken file can still be looked at.
+//! Range, size and zeros of a tensor's values, as they are after dequantization, and what they say about experts. Damaged
+//! scales show as values that are not finite, so that a broken file can still be looked at.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Range;
 
-use minnow_common::{Encoding, TensorSpec};
-use minnow_formats::checkpoint::Checkpoint;
-use minnow_kernels::codec::{self, CodecError};
+use minnow_common::tensor::{expert_family, is_expert};
+use minnow_formats::checkpoint::{Checkpoint, StoredTensor};
+use minnow_formats::names::shortlist;
 use serde_json::{Value, json};
-use thiserror::Error;
 
-use crate::pipeline::source::{self, Part, Source, Strips};
+use crate::progress::Progress;
+use crate::scan::{self, ScanError, Values};
 
-/// Elements looked at together.
-const ELEMENTS_AT_ONCE: u64 = 1 << 20;
+/// An expert's matrix stands out if its root mean square is more than this many times the median of its projection in
+/// its layer, or less than that part of it.
+const OUTLIER_FACTOR: f64 = 4.0;
+/// [`OUTLIER_FACTOR`] in words, for whoever reads the result.
+pub(super) const OUTLIER_RULE: &str = "an expert stands out if its root mean square is above 4 times or below a quarter of the median of its projection in its layer";
 
 /// What the values of a tensor are like.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -25,43 +29,69 @@ pub(super) struct Stats {
     square_sum: f64,
     zeros: u64,
     /// Values that are NaN or infinite.
-    pub(super) nonfinite: u64,
+    nonfinite: u64,
     count: u64,
 }
 
-/// Why a tensor has no statistics.
-#[derive(Debug, Error)]
-pub(super) enum StatsError {
-    /// It could not be read.
-    #[error(transparent)]
-    Read(#[from] minnow_formats::io::IoError),
-    /// It could not be decoded.
-    #[error("{name}: {error}")]
-    Codec { name: String, error: CodecError },
+/// The statistics of every tensor, in name order.
+pub(super) fn all(checkpoint: &Checkpoint, workers: usize, progress: bool) -> Result<Vec<Stats>, ScanError> {
+    let tensors: Vec<(&String, &StoredTensor)> = checkpoint.tensors().iter().collect();
+    let pieces: Vec<(usize, Range<u64>)> = tensors
+        .iter()
+        .enumerate()
+        .flat_map(|(index, (_, tensor))| scan::pieces(&[&tensor.spec]).map(move |range| (index, range)))
+        .collect();
+    let progress = Progress::new(pieces.iter().map(|(_, range)| range.end - range.start).sum(), progress);
+    let look = |values: &mut Values, index: usize| {
+        let (tensor, range) = &pieces[index];
+        let (name, tensor) = tensors[*tensor];
+        let stats = Stats::of(values.read(checkpoint, name, &tensor.spec, range)?);
+        progress.advance(range.end - range.start, name);
+        Ok::<_, ScanError>(stats)
+    };
+    let parts = scan::each(pieces.len(), workers, look)?;
+    let mut whole = vec![Stats::default(); tensors.len()];
+    for ((tensor, _), part) in pieces.iter().zip(&parts) {
+        whole[*tensor].add(part);
+    }
+    Ok(whole)
 }
 
-/// Reads all of a tensor, some of it at a time.
-pub(super) fn of(checkpoint: &Checkpoint, name: &str, spec: &TensorSpec) -> Result<Stats, StatsError> {
-    let mut stats = Stats::default();
-    let read = |part, range: Range<u64>| {
-        let mut bytes = vec![0; (range.end - range.start) as usize];
-        checkpoint.read_part(name, part, range.start, &mut bytes).map(|()| bytes)
+/// Tensors that a trained model does not have, a line for each kind: experts of zeros, values that are no numbers,
+/// experts far from all others.
+pub(super) fn suspects<'a>(tensors: impl Iterator<Item = (&'a str, &'a Stats)> + Clone) -> Vec<String> {
+    let list = |what: &str, names: Vec<&str>| {
+        (!names.is_empty()).then(|| format!("{what} ({}): {}", names.len(), shortlist(&names)))
     };
-    if let Encoding::Float(float) = spec.encoding() {
-        for range in source::cuts(spec.data_bytes(), ELEMENTS_AT_ONCE * float.bytes() as u64) {
-            stats.add(&float.widened(&read(Part::Data, range)?));
+    let such = |wanted: &dyn Fn(&str, &Stats) -> bool| {
+        tensors.clone().filter(|(name, stats)| wanted(name, stats)).map(|(name, _)| name).collect()
+    };
+    [
+        list("experts whose weights are all zero", such(&|name, stats| is_expert(name) && stats.is_all_zero())),
+        list("tensors with values that are not finite", such(&|_, stats| stats.nonfinite > 0)),
+        list("experts far larger or smaller than the others of their layer", outliers(tensors.clone())),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+fn outliers<'a>(tensors: impl Iterator<Item = (&'a str, &'a Stats)>) -> Vec<&'a str> {
+    let mut families: BTreeMap<(&str, &str), Vec<(&str, f64)>> = BTreeMap::new();
+    for (name, stats) in tensors.filter(|(name, stats)| is_expert(name) && !stats.is_all_zero()) {
+        if let Some(family) = expert_family(name) {
+            families.entry(family).or_default().push((name, stats.rms()));
         }
-        return Ok(stats);
     }
-    let codec_error = |error| StatsError::Codec { name: name.to_owned(), error };
-    let strips = Strips::of(spec);
-    for rows in strips.cuts(ELEMENTS_AT_ONCE) {
-        let data = read(Part::Data, strips.data(&rows))?;
-        let scales = read(Part::Scales, strips.scales(&rows))?;
-        let strip = strips.spec(&rows).map_err(|error| codec_error(error.into()))?;
-        stats.add(&codec::decode(&data, &scales, &strip).map_err(codec_error)?);
+    let mut found = Vec::new();
+    for members in families.values_mut() {
+        members.sort_by(|(_, a), (_, b)| a.total_cmp(b));
+        let median = members[members.len() / 2].1;
+        let stands_out = |rms: f64| rms > OUTLIER_FACTOR * median || rms < median / OUTLIER_FACTOR;
+        found.extend(members.iter().filter(|(_, rms)| stands_out(*rms)).map(|(name, _)| *name));
     }
-    Ok(stats)
+    found.sort_unstable();
+    found
 }
 
 impl Default for Stats {
@@ -71,22 +101,33 @@ impl Default for Stats {
 }
 
 impl Stats {
-    fn add(&mut self, values: &[f32]) {
-        self.count += values.len() as u64;
+    fn of(values: &[f32]) -> Self {
+        let mut stats = Self { count: values.len() as u64, ..Self::default() };
         for &value in values {
             if !value.is_finite() {
-                self.nonfinite += 1;
+                stats.nonfinite += 1;
                 continue;
             }
-            self.min = self.min.min(value);
-            self.max = self.max.max(value);
-            self.square_sum += f64::from(value) * f64::from(value);
-            self.zeros += u64::from(value == 0.0);
+            stats.min = stats.min.min(value);
+            stats.max = stats.max.max(value);
+            stats.square_sum += f64::from(value) * f64::from(value);
+            stats.zeros += u64::from(value == 0.0);
         }
+        stats
+    }
+
+    /// Takes the values of another part of the tensor in.
+    fn add(&mut self, other: &Self) {
+        self.min = self.min.min(other.min);
+        self.max = self.max.max(other.max);
+        self.square_sum += other.square_sum;
+        self.zeros += other.zeros;
+        self.nonfinite += other.nonfinite;
+        self.count += other.count;
     }
 
     /// Whether there is no value but zero.
-    pub(super) fn is_all_zero(&self) -> bool {
+    fn is_all_zero(&self) -> bool {
         self.zeros == self.count
     }
 
@@ -136,14 +177,29 @@ mod tests {
 
     #[test]
     fn values_that_are_not_finite_are_counted_and_left_out() {
-        let mut stats = Stats::default();
-        stats.add(&[3.0, -4.0, 0.0, -0.0, f32::NAN, f32::INFINITY]);
+        let mut stats = Stats::of(&[3.0, -4.0, 0.0]);
+        stats.add(&Stats::of(&[-0.0, f32::NAN, f32::INFINITY]));
         assert_eq!((stats.min, stats.max, stats.zeros, stats.nonfinite), (-4.0, 3.0, 2, 2));
         assert!((stats.rms() - 2.5).abs() < 1e-12);
-        assert!(!stats.is_all_zero());
-        let mut zeros = Stats::default();
-        zeros.add(&[0.0]);
-        assert!(zeros.is_all_zero());
+        assert!(!stats.is_all_zero() && Stats::of(&[0.0]).is_all_zero());
         assert_eq!(Stats::default().json()["min"], Value::Null);
+    }
+
+    #[test]
+    fn an_expert_is_compared_with_the_others_of_its_projection_and_layer() {
+        let name = |layer: usize, expert: usize| format!("model.layers.{layer}.mlp.experts.{expert}.up_proj.weight");
+        let of = |rms: f32| Stats::of(&[rms]);
+        let mut tensors: Vec<(String, Stats)> = (0..8).map(|expert| (name(1, expert), of(0.1))).collect();
+        tensors.extend((0..8).map(|expert| (name(2, expert), of(10.0))));
+        tensors.push(("lm_head.weight".to_owned(), of(1e6)));
+        let found = |tensors: &[(String, Stats)]| suspects(tensors.iter().map(|(name, stats)| (name.as_str(), stats)));
+        assert_eq!(found(&tensors), [""; 0]);
+        tensors[3].1 = of(0.41);
+        tensors[12].1 = of(2.4);
+        tensors[5].1 = of(0.0);
+        let lines = found(&tensors);
+        assert_eq!(lines.len(), 2);
+        assert!(lines[0].contains("all zero (1)") && lines[0].contains(&name(1, 5)), "{}", lines[0]);
+        assert!(lines[1].contains("(2)") && lines[1].contains(&name(1, 3)) && lines[1].contains(&name(2, 4)));
     }
 }
