@@ -151,6 +151,12 @@ struct ServeArgs {
     /// A further Host name that loopback listeners accept
     #[arg(long, value_name = "NAME", env = "MINNOWD_ALLOW_HOST", value_delimiter = ',')]
     allow_host: Vec<String>,
+    /// Answer /metrics with 501
+    #[arg(long, env = "MINNOWD_NO_METRICS")]
+    no_metrics: bool,
+    /// How often output that does not fit its response_format is made anew, with the next seed
+    #[arg(long, value_name = "N", default_value_t = 1, env = "MINNOWD_FORMAT_RETRIES")]
+    format_retries: usize,
     /// Seconds that running requests may take after the first signal
     #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "MINNOWD_DRAIN_TIMEOUT")]
     drain_timeout: u64,
@@ -376,6 +382,8 @@ impl ServeArgs {
             },
             max_body_bytes: self.max_body_bytes,
             allow_hosts: self.allow_host,
+            metrics: !self.no_metrics,
+            format_retries: self.format_retries,
             drain_timeout: Duration::from_secs(self.drain_timeout),
         })
     }

@@ -145,6 +145,10 @@ pub struct ServeConfig {
     pub max_body_bytes: usize,
     /// Further `Host` names that loopback listeners accept.
     pub allow_hosts: Vec<String>,
+    /// Serve `/metrics`.
+    pub metrics: bool,
+    /// How often output that does not have the demanded form is made anew.
+    pub format_retries: usize,
     /// How long running requests may take after the first signal.
     pub drain_timeout: Duration,
 }

@@ -1,5 +1,6 @@
 //! The server as clients see it: the real program on the embedded demo model, over real sockets.
 
+use std::collections::BTreeMap;
 use std::io::{BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
@@ -452,7 +453,7 @@ fn refusals_name_what_is_wrong() {
         (story(json!({"temperature": 9})), "invalid_value", Some("temperature")),
         (story(json!({"n": 2})), "unsupported_value", Some("n")),
         (story(json!({"logprobs": true})), "unsupported_parameter", Some("logprobs")),
-        (story(json!({"response_format": {"type": "json_object"}})), "unsupported_value", Some("response_format.type")),
+        (story(json!({"response_format": {"type": "yaml"}})), "invalid_value", Some("response_format.type")),
         (story(json!({"response_format": "json"})), "invalid_type", Some("response_format")),
         (story(json!({"json_schema": {}})), "unsupported_parameter", Some("json_schema")),
         (story(json!({"tool_choice": "required"})), "invalid_value", Some("tool_choice")),
@@ -471,10 +472,10 @@ fn refusals_name_what_is_wrong() {
         assert_error(&reply, 405, "method_not_allowed", None);
         assert_eq!(reply.header("allow"), Some(allowed));
     }
-    for path in ["/v1/nope", "/v1/chat/completions/nope/x", "/v1/stream", "/"] {
+    for path in ["/v1/nope", "/v1/chat/completions/nope/x", "/"] {
         assert_error(&server.get(path), 404, "not_found", None);
     }
-    for path in ["/metrics", "/v1/embeddings", "/slots/0", "/v1/audio/speech"] {
+    for path in ["/v1/embeddings", "/slots/0", "/v1/audio/speech"] {
         assert_error(&server.get(path), 501, "not_supported", None);
     }
     assert_error(&server.get("/tools"), 403, "feature_disabled", None);
@@ -718,4 +719,195 @@ fn a_drain_refuses_new_requests_and_ends_running_streams() {
     let last: Value = serde_json::from_str(events.last().unwrap()).unwrap();
     assert_eq!((done.as_str(), &last["error"]["code"]), ("[DONE]", &json!("draining")));
     assert!(server.child().wait().unwrap().success());
+}
+
+/// Samples of `/metrics` by name and labels, after a check of the form.
+fn scrape(server: &Server) -> BTreeMap<String, f64> {
+    let reply = server.get("/metrics");
+    assert_eq!(reply.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
+    let (mut samples, mut name) = (BTreeMap::new(), "");
+    for line in reply.text().lines() {
+        if let Some(typed) = line.strip_prefix("# TYPE ") {
+            name = typed.split(' ').next().unwrap();
+        } else if !line.starts_with('#') {
+            let (key, value) = line.rsplit_once(' ').unwrap();
+            assert!(key.starts_with(name), "{line} stands below the type of {name}");
+            let value: f64 = value.parse().unwrap();
+            assert!(value >= 0.0 && samples.insert(key.to_owned(), value).is_none(), "{line}");
+        }
+    }
+    samples
+}
+
+#[test]
+fn metrics_count_what_was_done() {
+    let server = Server::start(&[]);
+    let answer = server.chat(&story(json!({})));
+    let number = |path: &str| answer.pointer(path).unwrap().as_f64().unwrap();
+    assert_eq!(server.get("/no/such/route").status, 404);
+    let samples = scrape(&server);
+    let sample = |name: &str| samples[name];
+    assert_eq!(sample("llamacpp:prompt_tokens_total"), number("/timings/prompt_n"));
+    assert_eq!(sample("llamacpp:tokens_predicted_total"), number("/timings/predicted_n"));
+    assert_eq!(sample("llamacpp:n_tokens_max"), number("/usage/total_tokens"));
+    assert_eq!(sample("minnow_refinement_forwards_total"), number("/minnow/denoise_forwards"));
+    assert_eq!(sample("minnow_blocks_total"), answer["minnow"]["batches"].as_array().unwrap().len() as f64);
+    assert_eq!(sample("minnow_requests_total{route=\"/v1/chat/completions\",status=\"200\"}"), 1.0);
+    assert_eq!(sample("minnow_requests_total{route=\"other\",status=\"404\"}"), 1.0);
+    assert_eq!(sample("minnow_request_seconds_bucket{route=\"/v1/chat/completions\",le=\"+Inf\"}"), 1.0);
+    assert_eq!(sample("minnow_queue_seconds_count"), 1.0);
+    assert_eq!(sample("minnow_time_to_first_block_seconds_count"), 1.0);
+    assert_eq!(sample("minnow_ready"), 1.0);
+    assert!(sample("llamacpp:predicted_tokens_seconds") > 0.0 && sample("process_resident_memory_bytes") > 1e6);
+
+    let body = story(json!({"stream": true, "max_tokens": 1500, "threshold": 1})).to_string();
+    let mut connection = server.connect();
+    let request = [head(CHAT, &format!("Content-Length: {}", body.len())), body.into_bytes()].concat();
+    connection.get_mut().write_all(&request).unwrap();
+    let mut first = [0; 1];
+    connection.read_exact(&mut first).unwrap();
+    drop(connection);
+    server.wait_idle(FREE_MAX);
+    let samples = scrape(&server);
+    assert_eq!(samples["minnow_requests_total{route=\"/v1/chat/completions\",status=\"499\"}"], 1.0);
+    let cancelled: f64 =
+        samples.iter().filter(|(name, _)| name.starts_with("minnow_cancelled_total")).map(|(_, n)| n).sum();
+    assert_eq!(cancelled, 1.0);
+
+    let silent = Server::start(&["--no-metrics"]);
+    assert_error(&silent.get("/metrics"), 501, "not_supported", None);
+}
+
+/// A streamed request that belongs to a conversation.
+fn in_conversation(id: &str, body: &Value) -> Vec<u8> {
+    let mut body = body.clone();
+    body["stream"] = json!(true);
+    let body = body.to_string();
+    let more = format!("X-Conversation-Id: {id}\r\nContent-Length: {}", body.len());
+    [head(CHAT, &more), body.into_bytes()].concat()
+}
+
+/// `DELETE` of a conversation's stream; gives the status.
+fn stop(server: &Server, query: &str) -> u16 {
+    server.raw(format!("DELETE /v1/stream{query} HTTP/1.1\r\nHost: localhost\r\n\r\n").as_bytes()).status
+}
+
+fn lookup(server: &Server, ids: &[&str]) -> Value {
+    server.post("/v1/streams/lookup", &json!({"conversation_ids": ids})).json()
+}
+
+#[test]
+fn a_conversations_stream_can_be_read_again_byte_by_byte() {
+    let server = server();
+    let sent = server.raw(&in_conversation("again::m", &story(json!({"timings_per_token": true})))).body;
+    for from in [0, 1, sent.len() / 2, sent.len()] {
+        let reply = server.get(&format!("/v1/stream?conv_id=again::m&from={from}"));
+        assert_eq!(reply.header("content-type"), Some("text/event-stream; charset=utf-8"));
+        assert!(reply.body == sent[from..], "from {from}");
+    }
+    let found = lookup(&server, &["again"]);
+    assert_eq!(found, lookup(&server, &["again::m", "agai", "x"]));
+    assert_eq!((&found[0]["conversation_id"], &found[0]["is_done"]), (&json!("again::m"), &json!(true)));
+    assert_eq!(found[0]["total_bytes"], sent.len());
+    assert!(found[0]["completed_at"].as_u64() >= found[0]["started_at"].as_u64());
+    let above = server.get(&format!("/v1/stream?conv_id=again::m&from={}", sent.len() + 1));
+    assert_error(&above, 400, "invalid_value", Some("from"));
+    assert_error(&server.get("/v1/stream?conv_id=again::m&from=x"), 400, "invalid_value", Some("from"));
+    assert_error(&server.get("/v1/stream?conv_id=other"), 404, "stream_not_found", Some("conv_id"));
+    assert_error(&server.get("/v1/stream"), 400, "missing_required_parameter", Some("conv_id"));
+
+    let other = server.raw(&in_conversation("again::m", &asking("Goodbye!", json!({})))).body;
+    assert!(server.get("/v1/stream?conv_id=again::m").body == other, "a new stream takes the place of the old one");
+    assert_eq!(stop(&server, "?conv_id=again::m"), 204);
+    assert_eq!((stop(&server, "?conv_id=again::m"), stop(&server, "")), (204, 400));
+    assert_eq!(lookup(&server, &["again"]), json!([]));
+    assert_eq!(server.post("/v1/streams/lookup", &json!({"conversation_ids": "x"})).status, 400);
+}
+
+#[test]
+fn a_conversations_stream_goes_on_without_its_client() {
+    let server = Server::start(&[]);
+    let plain = server.chat(&story(json!({})));
+    let mut connection = server.connect();
+    connection.get_mut().write_all(&in_conversation("gone", &story(json!({})))).unwrap();
+    let mut first = [0; 1];
+    connection.read_exact(&mut first).unwrap();
+    drop(connection);
+    let events = server.get("/v1/stream?conv_id=gone").events();
+    assert_eq!(events.last().map(String::as_str), Some("[DONE]"));
+    let chunks: Vec<Value> =
+        events[..events.len() - 1].iter().map(|event| serde_json::from_str(event).unwrap()).collect();
+    assert_eq!(joined(&chunks), content(&plain));
+
+    let long = story(json!({"max_tokens": 1500, "threshold": 1}));
+    let mut connection = server.connect();
+    connection.get_mut().write_all(&in_conversation("stopped", &long)).unwrap();
+    connection.read_exact(&mut first).unwrap();
+    assert_eq!(stop(&server, "?conv_id=stopped"), 204);
+    let mut rest = String::new();
+    while !rest.ends_with("\r\n0\r\n\r\n") {
+        assert!(std::io::BufRead::read_line(&mut connection, &mut rest).unwrap() > 0, "the stream has an orderly end");
+    }
+    server.wait_idle(FREE_MAX);
+    assert_eq!(lookup(&server, &["stopped"]), json!([]));
+
+    let refused = server.raw(&in_conversation("bad", &story(json!({"messages": []}))));
+    assert_error(&refused, 400, "invalid_value", Some("messages"));
+    assert_eq!(lookup(&server, &["bad"]), json!([]));
+}
+
+#[test]
+fn text_of_the_demanded_form_is_shown_and_other_text_is_not() {
+    let server = server();
+    let schema = |schema: Value| json!({"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}});
+    let object = json!({"response_format": {"type": "json_object"}});
+    let person = json!({"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]});
+    let asked = "Return JSON: name: Elena, job: waiter, city: Munich";
+    for (question, format, fits) in [
+        (asked, object.clone(), true),
+        (asked, schema(person), true),
+        (asked, schema(json!({"required": ["age"]})), false),
+        ("Compute 55 + 525.", object.clone(), false),
+    ] {
+        let mut body = asking(question, format);
+        body["timings_per_token"] = json!(true);
+        let reply = server.post(CHAT, &body);
+        let chunks = server.stream(CHAT, &body);
+        let last = chunks.last().unwrap();
+        let predicted: Vec<u64> = chunks.iter().filter_map(|chunk| chunk["timings"]["predicted_n"].as_u64()).collect();
+        assert!(predicted.is_sorted(), "{predicted:?}");
+        if fits {
+            let answer = reply.json();
+            let found: Value = serde_json::from_str(content(&answer)).unwrap();
+            assert_eq!(found["name"], "Elena");
+            assert_eq!(joined(&chunks), content(&answer));
+            assert_eq!(last["choices"][0]["finish_reason"], "stop");
+        } else {
+            assert_error(&reply, 422, "json_validation_failed", Some("response_format"));
+            assert!(reply.json()["error"]["output"].as_str().is_some_and(|output| !output.is_empty()));
+            assert_eq!(last["error"], reply.json()["error"]);
+            assert_eq!(joined(&chunks), "");
+        }
+    }
+    let mut cut = asking("Compute 55 + 525.", object);
+    cut["max_tokens"] = json!(3);
+    let answer = server.chat(&cut);
+    assert_eq!(answer["choices"][0]["finish_reason"], "length");
+    assert_eq!(joined(&server.stream(CHAT, &cut)), content(&answer));
+}
+
+#[test]
+fn output_of_the_wrong_form_is_made_again_with_the_next_seed() {
+    let server = Server::start(&["--format-retries", "2"]);
+    let jobs = || scrape(&server)["minnow_queue_seconds_count"];
+    let format =
+        json!({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}});
+    let mut body = asking("Goodbye!", format);
+    assert_eq!(server.post(CHAT, &body).status, 422);
+    assert_eq!(jobs(), 1.0, "without sampling every seed gives the same text");
+    body["temperature"] = json!(0.5);
+    assert_eq!(server.post(CHAT, &body).status, 422);
+    assert_eq!(jobs(), 4.0);
+    assert_eq!(server.stream(CHAT, &body).last().unwrap()["error"]["code"], "json_validation_failed");
+    assert_eq!(jobs(), 7.0);
 }

@@ -145,6 +145,8 @@ fn http_options(config: &ServeConfig) -> HttpOptions {
         any_model: config.any_model,
         strict_requests: config.strict_requests,
         allow_hosts: config.allow_hosts.clone(),
+        metrics: config.metrics,
+        format_retries: config.format_retries,
     }
 }
 

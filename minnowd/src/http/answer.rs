@@ -7,14 +7,15 @@ use std::time::Duration;
 use minnow_common::BLOCK;
 use serde_json::{Map, Value, json};
 
+use super::attempts::Attempts;
 use super::error::{ApiError, Code};
 use super::ids;
-use super::running::{Running, report};
+use super::running::report;
 use crate::engine::{BlockStats, Event, Finish, FinishReason, JobStats};
 use crate::text::Delta;
 
 /// Bytes of output that an error shows at most.
-const OUTPUT_SHOWN_MAX: usize = 16 << 10;
+pub(crate) const OUTPUT_SHOWN_MAX: usize = 16 << 10;
 
 /// What all chunks of an answer have in common, known before the first forward.
 #[derive(Clone, Debug)]
@@ -180,14 +181,15 @@ fn ratio(above: usize, below: usize) -> f64 {
 }
 
 /// The whole answer, once it is finished.
-pub(crate) async fn plain(mut running: Running, heading: &Heading) -> Result<Value, ApiError> {
+pub(crate) async fn plain(mut attempts: Attempts, heading: &mut Heading) -> Result<Value, ApiError> {
     let mut output = Output::new(heading.must_call);
     output.extend(heading.opened.clone());
     loop {
-        match running.next().await {
+        match attempts.next().await? {
             Event::Block { deltas, .. } => output.extend(deltas),
             Event::Finished(mut finish) => {
                 output.extend(std::mem::take(&mut finish.deltas));
+                heading.settings["seed"] = attempts.seed().into();
                 return output.object(heading, &finish);
             }
             Event::Failed(error) => return Err(report(error)),

@@ -41,6 +41,10 @@ pub(crate) enum Code {
     NotFound,
     /// No such model.
     ModelNotFound,
+    /// No stream of that conversation.
+    StreamNotFound,
+    /// The bytes asked for are not kept any more.
+    StreamOffsetLost,
     /// The route exists, but not for this method.
     MethodNotAllowed,
     /// The body is larger than allowed.
@@ -49,6 +53,8 @@ pub(crate) enum Code {
     UnsupportedMediaType,
     /// The body did not arrive in time.
     RequestTimeout,
+    /// The output does not have the form that was asked for.
+    JsonValidationFailed,
     /// A forced tool call was not made.
     ToolChoiceUnsatisfied,
     /// A block did not settle within its step limit.
@@ -91,10 +97,15 @@ impl Code {
             Self::OriginNotAllowed => (StatusCode::FORBIDDEN, "permission_error", "origin_not_allowed"),
             Self::NotFound => (StatusCode::NOT_FOUND, "not_found_error", "not_found"),
             Self::ModelNotFound => (StatusCode::NOT_FOUND, REQUEST, "model_not_found"),
+            Self::StreamNotFound => (StatusCode::NOT_FOUND, "not_found_error", "stream_not_found"),
+            Self::StreamOffsetLost => (StatusCode::BAD_REQUEST, REQUEST, "stream_offset_lost"),
             Self::MethodNotAllowed => (StatusCode::METHOD_NOT_ALLOWED, REQUEST, "method_not_allowed"),
             Self::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, REQUEST, "request_too_large"),
             Self::UnsupportedMediaType => (StatusCode::UNSUPPORTED_MEDIA_TYPE, REQUEST, "unsupported_media_type"),
             Self::RequestTimeout => (StatusCode::REQUEST_TIMEOUT, REQUEST, "request_timeout"),
+            Self::JsonValidationFailed => {
+                (StatusCode::UNPROCESSABLE_ENTITY, "unprocessable_error", "json_validation_failed")
+            }
             Self::ToolChoiceUnsatisfied => {
                 (StatusCode::UNPROCESSABLE_ENTITY, "unprocessable_error", "tool_choice_unsatisfied")
             }

@@ -4,7 +4,8 @@
 use std::panic::AssertUnwindSafe;
 use std::time::Instant;
 
-use axum::extract::{Request, State};
+use axum::body::HttpBody;
+use axum::extract::{MatchedPath, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -12,15 +13,16 @@ use futures_util::FutureExt;
 use tracing::{error, info};
 
 use super::error::{ApiError, Code};
+use super::metrics::Tally;
 use super::serve::Via;
-use super::{App, body, ids};
+use super::{App, body, ids, serve};
 use crate::engine;
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// The longest request id taken over from a client.
 const REQUEST_ID_MAX: usize = 128;
 /// Routes that answer in any state of the server.
-const ALWAYS_OPEN: [&str; 3] = ["/health", "/v1/health", "/livez"];
+const ALWAYS_OPEN: [&str; 4] = ["/health", "/v1/health", "/livez", "/metrics"];
 
 /// The id of a request, in its extensions and in its answer's `x-request-id`.
 #[derive(Clone, Debug)]
@@ -50,6 +52,8 @@ pub(crate) async fn pass(State(app): State<App>, mut request: Request, next: Nex
     let started = Instant::now();
     let id = RequestId::of(request.headers());
     request.extensions_mut().insert(id.clone());
+    let route = request.extensions().get::<MatchedPath>().map(|route| route.as_str().to_owned());
+    let mut tally = Tally::new(app.metrics(), route.as_deref());
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
 
     let mut response = match check(&app, &request) {
@@ -73,7 +77,12 @@ pub(crate) async fn pass(State(app): State<App>, mut request: Request, next: Nex
     let headers = response.headers_mut();
     headers.insert(REQUEST_ID, id.0);
     headers.insert(header::SERVER, HeaderValue::from_static("minnowd"));
-    response
+    let status = response.status().as_u16();
+    if response.body().size_hint().exact().is_some() {
+        tally.complete(status);
+        return response;
+    }
+    response.map(|body| serve::watched(body, tally, move |tally| tally.complete(status)))
 }
 
 fn check(app: &App, request: &Request) -> Result<(), ApiError> {

@@ -43,7 +43,7 @@ pub(crate) async fn props(State(app): State<App>) -> Result<Json<Value>, ApiErro
         "media_marker": "",
         "endpoint_slots": true,
         "endpoint_props": false,
-        "endpoint_metrics": false,
+        "endpoint_metrics": app.options().metrics,
         "cors_proxy_enabled": false,
         "ui": ui,
         "webui": ui,
@@ -81,7 +81,7 @@ fn own_props(app: &App, session: &Session) -> Value {
         "block_size": session.config.block_size,
         "limits": { "max_body_bytes": app.options().max_body_bytes, "max_context": session.context },
         "capabilities": {
-            "logprobs": false, "n": 1, "response_format": "text", "resumable_streams": false, "strict_tools": false,
+            "logprobs": false, "n": 1, "response_format": "checked", "resumable_streams": true, "strict_tools": false,
         },
         "cache": { "slots": session.parallel, "budget_bytes": session.cache_bytes, "reuse_threshold": minnow_common::BLOCK },
         "parallel": session.parallel,

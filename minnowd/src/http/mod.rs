@@ -5,9 +5,11 @@
 //! fields and errors.
 //!
 //! Always holds: every answer has an `x-request-id`; every refusal is a JSON error object; a client that goes away
-//! cancels its job, because whatever waits for a job sets its `Cancel` when dropped.
+//! cancels its job, because whatever waits for a job sets its `Cancel` when dropped. A stream that belongs to a
+//! conversation is waited for by its session instead ([`sessions`]).
 
 mod answer;
+mod attempts;
 mod body;
 mod connection;
 mod error;
@@ -15,10 +17,12 @@ mod fields;
 mod gate;
 mod ids;
 mod llama;
+mod metrics;
 mod models;
 mod openai;
 mod running;
 mod serve;
+mod sessions;
 mod slots;
 mod stream;
 
@@ -32,6 +36,8 @@ use axum::routing::{any, get, post};
 use tokio::sync::watch;
 
 use self::error::{ApiError, Code};
+use self::metrics::Metrics;
+use self::sessions::Sessions;
 use self::slots::Slots;
 use crate::engine::EngineHandle;
 use crate::session::Session;
@@ -49,6 +55,10 @@ pub struct HttpOptions {
     pub strict_requests: bool,
     /// Further `Host` names that loopback listeners accept.
     pub allow_hosts: Vec<String>,
+    /// Serve `/metrics`.
+    pub metrics: bool,
+    /// How often output that does not have the demanded form is made anew.
+    pub format_retries: usize,
 }
 
 /// What every handler sees. Cheap to clone.
@@ -62,6 +72,8 @@ struct Shared {
     options: HttpOptions,
     session: OnceLock<Arc<Session>>,
     slots: Slots,
+    metrics: Arc<Metrics>,
+    sessions: Sessions,
     started: Instant,
     shutdown: Shutdown,
     cancelled: watch::Sender<bool>,
@@ -76,6 +88,8 @@ impl App {
             options,
             session: OnceLock::new(),
             slots: Slots::default(),
+            metrics: Arc::default(),
+            sessions: Sessions::default(),
             started: Instant::now(),
             shutdown: Shutdown::default(),
             cancelled: watch::Sender::new(false),
@@ -109,6 +123,14 @@ impl App {
 
     fn slots(&self) -> &Slots {
         &self.shared.slots
+    }
+
+    fn metrics(&self) -> &Arc<Metrics> {
+        &self.shared.metrics
+    }
+
+    fn sessions(&self) -> &Sessions {
+        &self.shared.sessions
     }
 
     fn session(&self) -> Result<&Arc<Session>, ApiError> {
@@ -145,7 +167,9 @@ fn router(app: App) -> Router {
         .route("/apply-template", post(llama::apply_template))
         .route("/props", get(llama::props).post(not_supported))
         .route("/slots", get(llama::slots))
-        .route("/metrics", get(not_supported))
+        .route("/metrics", get(metrics::show))
+        .route("/v1/stream", get(sessions::replay).delete(sessions::stop))
+        .route("/v1/streams/lookup", post(sessions::lookup))
         .route("/slots/{id}", any(not_supported))
         .route("/tools", get(disabled).post(disabled))
         .route("/cors-proxy", get(disabled).post(disabled));

@@ -3,6 +3,7 @@
 //! [`Running`] owns the job's cancellation: dropping it, because the answer is complete or because the client's
 //! connection is gone and its future was dropped, cancels the job. So plain answers and streams are treated alike.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, watch};
@@ -10,6 +11,7 @@ use tracing::{error, info};
 
 use super::App;
 use super::error::{ApiError, Code};
+use super::metrics::{Metrics, Phase};
 use super::openai::Order;
 use super::slots::Slot;
 use crate::engine::{Cancel, Event, Job, JobError};
@@ -47,11 +49,17 @@ impl Running {
             events: sender,
             cancel: cancel.clone(),
         })?;
-        let mut guard = Guard::new(cancel, order.request_id);
+        let mut guard = Guard::new(cancel, order.request_id, app.metrics());
         let mut cancelled = app.cancelled();
         let cached_tokens = match next(&mut events, &mut cancelled).await {
-            Event::Admitted { cached_tokens, .. } => cached_tokens,
+            Event::Admitted { cached_tokens, queued } => {
+                guard.admitted(queued);
+                cached_tokens
+            }
             Event::Failed(error) => {
+                if matches!(error, JobError::Capacity { .. }) {
+                    app.metrics().capacity_rejected();
+                }
                 guard.done("refused", prompt_tokens, 0);
                 return Err(report(error));
             }
@@ -72,8 +80,10 @@ impl Running {
                 let has_line_break =
                     deltas.iter().any(|delta| matches!(delta, Delta::Content(text) if text.contains('\n')));
                 self.slot.update(*completion_tokens, has_line_break);
+                self.guard.block();
             }
             Event::Finished(finish) => {
+                self.guard.metrics.finished(&finish.stats);
                 self.guard.done("finished", finish.stats.prompt_tokens, finish.stats.completion_tokens);
             }
             Event::Failed(_) => self.guard.done("failed", 0, 0),
@@ -110,12 +120,27 @@ struct Guard {
     cancel: Cancel,
     request_id: String,
     started: Instant,
+    metrics: Arc<Metrics>,
+    phase: Phase,
     is_done: bool,
 }
 
 impl Guard {
-    fn new(cancel: Cancel, request_id: String) -> Self {
-        Self { cancel, request_id, started: Instant::now(), is_done: false }
+    fn new(cancel: Cancel, request_id: String, metrics: &Arc<Metrics>) -> Self {
+        let metrics = Arc::clone(metrics);
+        Self { cancel, request_id, started: Instant::now(), metrics, phase: Phase::Queued, is_done: false }
+    }
+
+    fn admitted(&mut self, queued: Duration) {
+        self.phase = Phase::Prefill;
+        self.metrics.admitted(queued);
+    }
+
+    fn block(&mut self) {
+        if self.phase != Phase::Decode {
+            self.phase = Phase::Decode;
+            self.metrics.first_block(self.started.elapsed());
+        }
     }
 
     fn done(&mut self, outcome: &str, prompt_tokens: usize, completion_tokens: usize) {
@@ -130,6 +155,7 @@ impl Drop for Guard {
         self.cancel.cancel();
         if !self.is_done {
             let ms = milliseconds(self.started.elapsed());
+            self.metrics.cancelled(self.phase);
             info!(id = self.request_id, status = 499, ms, "the client went away");
         }
     }

@@ -261,15 +261,25 @@ async fn closed(closing: &mut watch::Receiver<bool>) {
 
 /// `body`, holding `guard` until it has been sent or dropped. Bodies of known length stay so.
 fn with_guard<G: Send + Unpin + 'static>(body: Body, guard: G) -> Body {
-    Body::new(Guarded { body, _guard: guard })
+    watched(body, guard, |_| {})
 }
 
-struct Guarded<G> {
+/// `body`, holding `guard` until it has been sent or dropped, and telling it when the last byte was given out.
+pub(crate) fn watched<G: Send + Unpin + 'static>(
     body: Body,
-    _guard: G,
+    guard: G,
+    at_end: impl Fn(&mut G) + Send + Unpin + 'static,
+) -> Body {
+    Body::new(Watched { body, guard, at_end })
 }
 
-impl<G: Send + Unpin + 'static> axum::body::HttpBody for Guarded<G> {
+struct Watched<G, F> {
+    body: Body,
+    guard: G,
+    at_end: F,
+}
+
+impl<G: Send + Unpin + 'static, F: Fn(&mut G) + Send + Unpin + 'static> axum::body::HttpBody for Watched<G, F> {
     type Data = Bytes;
     type Error = axum::Error;
 
@@ -277,7 +287,12 @@ impl<G: Send + Unpin + 'static> axum::body::HttpBody for Guarded<G> {
         self: std::pin::Pin<&mut Self>,
         cx: &mut std::task::Context<'_>,
     ) -> std::task::Poll<Option<Result<hyper::body::Frame<Bytes>, axum::Error>>> {
-        std::pin::Pin::new(&mut self.get_mut().body).poll_frame(cx)
+        let this = self.get_mut();
+        let frame = std::pin::Pin::new(&mut this.body).poll_frame(cx);
+        if matches!(frame, std::task::Poll::Ready(None)) {
+            (this.at_end)(&mut this.guard);
+        }
+        frame
     }
 
     fn is_end_stream(&self) -> bool {

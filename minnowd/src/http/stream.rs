@@ -1,64 +1,75 @@
 //! Event streams: one `data:` line of JSON for each chunk, a comment when silent, `[DONE]` at the end.
 //!
-//! [`Chunks`] turns engine events into chunks and is pure; [`response`] pulls events and sends what it says. Hyper asks
+//! [`Chunks`] turns engine events into chunks and is pure; [`bytes`] pulls events and gives what it says. Hyper asks
 //! for the next bytes only when the client has taken the last ones, so a slow client slows its own sequence down. When
-//! the client is gone the body is dropped, and with it the [`Running`] job.
+//! the client is gone the body is dropped, and with it the job.
 //!
 //! The order: role; progress (if wanted); refinement steps (if wanted) and text or calls; finish; usage (if wanted);
 //! `[DONE]`. The last chunk before `[DONE]` always has `timings`.
 
-use std::convert::Infallible;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
+use futures_util::Stream;
 use futures_util::stream::unfold;
 use serde_json::{Map, Value, json};
 
 use super::answer::{self, Heading, Output, Shape, Timings};
+use super::attempts::Attempts;
 use super::openai::Extras;
-use super::running::{Running, report};
+use super::running::report;
 use crate::engine::{BlockStats, Event, Finish};
 
 /// A comment: what silence is broken with.
 const PING: &[u8] = b":\n\n";
 
-/// The answer to a streaming request whose job has left the queue.
-pub(crate) fn response(running: Running, heading: Heading, extras: Extras) -> Response {
-    let mut chunks = Chunks::new(heading, extras, running.cached_tokens);
+/// The bytes of an answer whose job has left the queue.
+pub(crate) fn bytes(attempts: Attempts, heading: Heading, extras: Extras) -> impl Stream<Item = Bytes> + Send {
+    let mut chunks = Chunks::new(heading, extras, attempts.cached_tokens());
     let first = frames(chunks.begin());
-    let state = Some((running, chunks, Some(first)));
-    let body = unfold(state, |state| async move {
-        let (mut running, mut chunks, first) = state?;
+    let state = Some((attempts, chunks, Some(first)));
+    unfold(state, |state| async move {
+        let (mut attempts, mut chunks, first) = state?;
         if let Some(first) = first {
-            return Some((Ok::<_, Infallible>(first), Some((running, chunks, None))));
+            return Some((first, Some((attempts, chunks, None))));
         }
         loop {
             let event = match chunks.extras.ping {
-                None => running.next().await,
-                Some(interval) => match tokio::time::timeout(interval, running.next()).await {
+                None => attempts.next().await,
+                Some(interval) => match tokio::time::timeout(interval, attempts.next()).await {
                     Ok(event) => event,
-                    Err(_) => return Some((Ok(Bytes::from_static(PING)), Some((running, chunks, None)))),
+                    Err(_) => return Some((Bytes::from_static(PING), Some((attempts, chunks, None)))),
                 },
             };
-            let (made, is_end) = chunks.take(event);
+            let (made, is_end) = match event {
+                Ok(event) => {
+                    chunks.heading.settings["seed"] = attempts.seed().into();
+                    chunks.take(event)
+                }
+                Err(error) => (vec![error.body()], true),
+            };
             let mut bytes = frames(made);
             if is_end {
                 bytes = Bytes::from([&bytes[..], b"data: [DONE]\n\n"].concat());
-                return Some((Ok(bytes), None));
+                return Some((bytes, None));
             }
             if !bytes.is_empty() {
-                return Some((Ok(bytes), Some((running, chunks, None))));
+                return Some((bytes, Some((attempts, chunks, None))));
             }
         }
-    });
+    })
+}
+
+/// The answer whose body is an event stream.
+pub(crate) fn events(body: Body) -> Response {
     let headers = [
         (header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8")),
         (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
         (header::HeaderName::from_static("x-accel-buffering"), HeaderValue::from_static("no")),
     ];
-    (headers, Body::from_stream(body)).into_response()
+    (headers, body).into_response()
 }
 
 /// Chunks on the wire.

@@ -5,18 +5,17 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde_json::{Map, Value, json};
 
-use super::{Conversation, Draft, Prepared, Settings, Tools, check_rest, prepare, respond};
+use super::{Conversation, Draft, Format, Prepared, Settings, Tools, check_rest, prepare, respond};
 use crate::http::App;
 use crate::http::answer::Shape;
 use crate::http::error::{ApiError, Code};
-use crate::http::fields::{Fields, wrong_value};
+use crate::http::fields::Fields;
 use crate::session::Session;
 use crate::text::{ChatInput, Dialect, EncodeError, OutputText, Rendered, TemplateError, ToolParsing};
 
 /// Answers a conversation.
 pub(crate) async fn complete(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
-    let prepared = prepare(&app, request, prepare_chat).await?;
-    respond(&app, prepared).await
+    respond(&app, request, prepare_chat).await
 }
 
 /// Counts the tokens of a conversation's prompt; the same body and the same checks, but nothing is run.
@@ -33,6 +32,7 @@ struct ChatRequest {
     conversation: Conversation,
     tools: Tools,
     template_arguments: Option<Map<String, Value>>,
+    format: Option<Format>,
     settings: Settings,
     ignored: Vec<String>,
 }
@@ -43,7 +43,7 @@ impl ChatRequest {
         let mut conversation = Conversation::read(&mut fields)?;
         let tools = Tools::read(&mut fields)?;
         let template_arguments = fields.map("chat_template_kwargs")?;
-        check_response_format(&mut fields)?;
+        let format = Format::read(&mut fields)?;
         if fields.boolean("logprobs")? == Some(true) {
             let message = "logprobs is not supported: a denoising model has no left-to-right probabilities";
             return Err(ApiError::new(Code::UnsupportedParameter, message).at("logprobs"));
@@ -59,12 +59,12 @@ impl ChatRequest {
         let settings = Settings::read(&mut fields, &session.default_options)?;
         let mut ignored = fields.rest();
         ignored.append(&mut conversation.ignored);
-        Ok(Self { model, conversation, tools, template_arguments, settings, ignored })
+        Ok(Self { model, conversation, tools, template_arguments, format, settings, ignored })
     }
 }
 
 fn prepare_chat(app: &App, session: &Session, fields: Fields, request_id: String) -> Result<Prepared, ApiError> {
-    let ChatRequest { model, conversation, tools, template_arguments, settings, ignored } =
+    let ChatRequest { model, mut conversation, tools, template_arguments, format, settings, ignored } =
         ChatRequest::read(fields, session)?;
     check_rest(app, session, &ignored, model.as_deref())?;
     let opening = call_opening(session, &tools, conversation.calls)?;
@@ -77,6 +77,11 @@ fn prepare_chat(app: &App, session: &Session, fields: Fields, request_id: String
         });
     }
     let must_call = tools.must_call();
+    // A form holds for text, and a demanded call leaves none.
+    let format = format.filter(|_| !must_call);
+    if let Some(format) = &format {
+        conversation.instruct(format.instruction());
+    }
     let input = ChatInput {
         messages: conversation.messages,
         tools: tools.definitions,
@@ -91,7 +96,7 @@ fn prepare_chat(app: &App, session: &Session, fields: Fields, request_id: String
         opened = text.begin_with(&session.tokenizer.encode(&opening).map_err(cannot_encode)?);
     }
     let prompt = session.tokenizer.encode_pieces(&rendered).map_err(cannot_encode)?;
-    Draft { shape: Shape::Chat, prompt, text, opened, settings, ignored, must_call }.settle(session, request_id)
+    Draft { shape: Shape::Chat, prompt, text, opened, settings, ignored, must_call, format }.settle(session, request_id)
 }
 
 /// What a demanded call begins with, in the model's own form: as much as is certain. `calls_before` is the number of
@@ -125,18 +130,4 @@ pub(crate) fn render(session: &Session, input: ChatInput) -> Result<Rendered, Ap
 
 fn cannot_encode(error: EncodeError) -> ApiError {
     ApiError::new(Code::InvalidValue, error.to_string()).at("messages")
-}
-
-/// Only text for now. The other forms are recognised, so that none of them is accepted and then not enforced.
-fn check_response_format(fields: &mut Fields) -> Result<(), ApiError> {
-    let Some(mut format) = fields.object("response_format")? else { return Ok(()) };
-    let kind = format.required("type")?;
-    match kind.as_str() {
-        Some("text") => Ok(()),
-        Some(kind @ ("json_object" | "json_schema")) => {
-            let message = format!("response_format \"{kind}\" comes with a later version; only \"text\" is served");
-            Err(ApiError::new(Code::UnsupportedValue, message).at("response_format.type"))
-        }
-        _ => Err(wrong_value("response_format.type", &kind, "must be \"text\"")),
-    }
 }

@@ -4,7 +4,7 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde_json::Value;
 
-use super::{Draft, Prepared, Settings, check_rest, prepare, respond};
+use super::{Draft, Prepared, Settings, check_rest, respond};
 use crate::http::App;
 use crate::http::answer::Shape;
 use crate::http::error::{ApiError, Code};
@@ -14,8 +14,7 @@ use crate::text::OutputText;
 
 /// Continues a text.
 pub(crate) async fn complete(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
-    let prepared = prepare(&app, request, prepare_text).await?;
-    respond(&app, prepared).await
+    respond(&app, request, prepare_text).await
 }
 
 /// What is to be continued.
@@ -40,7 +39,7 @@ fn prepare_text(app: &App, session: &Session, mut fields: Fields, request_id: St
         }
     };
     let text = OutputText::plain(&session.tokenizer, &settings.stops).ending_at(&session.stop_ids());
-    Draft { shape: Shape::Text, prompt, text, opened: Vec::new(), settings, ignored, must_call: false }
+    Draft { shape: Shape::Text, prompt, text, opened: Vec::new(), settings, ignored, must_call: false, format: None }
         .settle(session, request_id)
 }
 

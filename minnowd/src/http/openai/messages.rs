@@ -43,6 +43,12 @@ impl Conversation {
         Ok(conversation)
     }
 
+    /// Adds a system message after those that the conversation begins with.
+    pub(crate) fn instruct(&mut self, message: Value) {
+        let first = self.messages.iter().position(|message| message["role"] != "system");
+        self.messages.insert(first.unwrap_or(self.messages.len()), message);
+    }
+
     /// `open_calls`: ids of calls without a result, and how many calls have that id.
     fn add(&mut self, mut fields: Fields, open_calls: &mut HashMap<String, usize>) -> Result<(), ApiError> {
         let role = as_text(&fields.path("role"), fields.required("role")?)?;

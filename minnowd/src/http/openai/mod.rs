@@ -6,29 +6,34 @@
 
 pub(crate) mod chat;
 pub(crate) mod completions;
+mod format;
 mod messages;
 mod settings;
 mod tools;
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use axum::Json;
+use axum::body::Body;
 use axum::extract::Request;
 use axum::response::{IntoResponse, Response};
+use futures_util::StreamExt;
 use tracing::error;
 
 use super::answer::{self, Heading, Shape};
+use super::attempts::Attempts;
 use super::error::{ApiError, Code};
 use super::fields::Fields;
 use super::gate::RequestId;
-use super::running::Running;
-use super::{App, body, ids, models, stream};
+use super::{App, body, ids, models, sessions, stream};
 use crate::cache::Access;
 use crate::decoder::Options;
 use crate::session::Session;
 use crate::text::{Delta, OutputText};
 
+pub(crate) use self::format::Format;
 pub(crate) use self::messages::Conversation;
 pub(crate) use self::settings::{Extras, Limit, Settings, describe};
 pub(crate) use self::tools::Tools;
@@ -41,9 +46,12 @@ pub(crate) struct Prepared {
     pub heading: Heading,
     /// For a stream, what it shows besides text.
     pub stream: Option<Extras>,
+    /// The form that the whole text must have.
+    pub format: Option<Format>,
 }
 
 /// What the engine is to do.
+#[derive(Clone)]
 pub(crate) struct Order {
     /// Token ids of the whole prompt.
     pub prompt: Vec<u32>,
@@ -77,6 +85,7 @@ struct Draft {
     settings: Settings,
     ignored: Vec<String>,
     must_call: bool,
+    format: Option<Format>,
 }
 
 /// Entries of `minnow.ignored_fields` at most.
@@ -85,7 +94,7 @@ const IGNORED_MAX: usize = 100;
 impl Draft {
     /// Settles limit and seed.
     fn settle(self, session: &Session, request_id: String) -> Result<Prepared, ApiError> {
-        let Self { shape, prompt, text, opened, settings, mut ignored, must_call } = self;
+        let Self { shape, prompt, text, opened, settings, mut ignored, must_call, format } = self;
         check_prompt(session, shape, &prompt)?;
         let room = room_after(session, prompt.len())?;
         let max_new = match (settings.limit, session.default_max_tokens) {
@@ -122,7 +131,7 @@ impl Draft {
             settings: described,
             request_id,
         };
-        Ok(Prepared { order, heading, stream: settings.stream.then_some(settings.extras) })
+        Ok(Prepared { order, heading, stream: settings.stream.then_some(settings.extras), format })
     }
 }
 
@@ -178,14 +187,27 @@ pub(crate) async fn prepare<T: Send + 'static>(
     })
 }
 
-/// Runs a prepared request and answers it.
-async fn respond(app: &App, prepared: Prepared) -> Result<Response, ApiError> {
-    let Prepared { order, heading, stream } = prepared;
-    let running = Running::start(app, order).await?;
-    match stream {
-        None => Ok(Json(answer::plain(running, &heading).await?).into_response()),
-        Some(extras) => Ok(stream::response(running, heading, extras)),
+/// Reads, runs and answers a generating request.
+async fn respond(
+    app: &App,
+    request: Request,
+    read: impl FnOnce(&App, &Session, Fields, String) -> Result<Prepared, ApiError> + Send + 'static,
+) -> Result<Response, ApiError> {
+    let conversation = sessions::conversation_id(request.headers());
+    let Prepared { order, mut heading, stream, format } = prepare(app, request, read).await?;
+    let Some(extras) = stream else {
+        let attempts = Attempts::start(app, order, format).await?;
+        return Ok(Json(answer::plain(attempts, &mut heading).await?).into_response());
+    };
+    let conversation = conversation?;
+    if let Some(id) = &conversation {
+        app.sessions().cancel_running(id);
     }
+    let bytes = stream::bytes(Attempts::start(app, order, format).await?, heading, extras);
+    Ok(stream::events(match conversation {
+        Some(id) => app.sessions().record(id, bytes),
+        None => Body::from_stream(bytes.map(Ok::<_, Infallible>)),
+    }))
 }
 
 /// The checks after all fields were read: nothing unknown if that is refused, and the right model.
