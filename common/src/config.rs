@@ -156,7 +156,9 @@ impl ModelConfig {
         let max_position_embeddings = fields.count("max_position_embeddings")?;
         let block_size = fields.optional_count("block_size")?.unwrap_or(BLOCK);
         if block_size > max_position_embeddings {
-            return Err(fields.wrong("block_size", format!("at most max_position_embeddings {max_position_embeddings}")));
+            return Err(
+                fields.wrong("block_size", format!("at most max_position_embeddings {max_position_embeddings}"))
+            );
         }
         fields.check_fixed_choices()?;
 
@@ -290,12 +292,16 @@ impl Fields<'_> {
         match self.value("model_type") {
             None => return Err(ConfigError::Missing("model_type")),
             Some(Value::String(name)) if name == ARCHITECTURE => {}
-            Some(_) => return Err(self.wrong("model_type", format!("\"{ARCHITECTURE}\", the only architecture supported"))),
+            Some(_) => {
+                return Err(self.wrong("model_type", format!("\"{ARCHITECTURE}\", the only architecture supported")));
+            }
         }
         match self.value("architectures") {
             None => Ok(()),
             Some(Value::Array(names)) if names.iter().any(|name| name == MODEL_CLASS) => Ok(()),
-            Some(_) => Err(self.wrong("architectures", format!("a list with \"{MODEL_CLASS}\", the only class supported"))),
+            Some(_) => {
+                Err(self.wrong("architectures", format!("a list with \"{MODEL_CLASS}\", the only class supported")))
+            }
         }
     }
 

@@ -191,10 +191,7 @@ impl FromStr for Encoding {
     type Err = UnknownEncoding;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        Self::ALL
-            .into_iter()
-            .find(|encoding| encoding.name() == name)
-            .ok_or_else(|| UnknownEncoding(name.to_owned()))
+        Self::ALL.into_iter().find(|encoding| encoding.name() == name).ok_or_else(|| UnknownEncoding(name.to_owned()))
     }
 }
 

@@ -32,7 +32,9 @@ pub fn unit_interval(bits: u64) -> f64 {
 /// Folds the parts of a key into 64 well-mixed bits; the order of the parts matters.
 #[must_use]
 pub fn keyed(seed: u64, parts: &[u64]) -> u64 {
-    parts.iter().fold(mix64(seed ^ GOLDEN), |hash, &part| mix64(hash.wrapping_add(GOLDEN) ^ mix64(part.wrapping_add(GOLDEN))))
+    parts
+        .iter()
+        .fold(mix64(seed ^ GOLDEN), |hash, &part| mix64(hash.wrapping_add(GOLDEN) ^ mix64(part.wrapping_add(GOLDEN))))
 }
 
 /// An endless sequence of f32 values, uniform in [-1, 1), that depends on a tensor's name, a seed and the index only.

@@ -170,7 +170,10 @@ mod tests {
                 Err(TensorSpecError::GlobalScale { .. })
             ));
         }
-        assert!(matches!(TensorSpec::new(matrix(), Encoding::Nvfp4, 32, Some(1.0)), Err(TensorSpecError::Group { .. })));
+        assert!(matches!(
+            TensorSpec::new(matrix(), Encoding::Nvfp4, 32, Some(1.0)),
+            Err(TensorSpecError::Group { .. })
+        ));
     }
 
     #[test]

@@ -10,7 +10,9 @@ use minnow_formats::io::IoBackend;
 use minnow_kernels::cpu::Isa;
 
 use crate::commands;
-use crate::config::{DecodingDefaults, Device, KeptPrefixes, ListenAddress, ModelSource, ServeConfig, UsageError, VerifyPayload};
+use crate::config::{
+    DecodingDefaults, Device, KeptPrefixes, ListenAddress, ModelSource, ServeConfig, UsageError, VerifyPayload,
+};
 use crate::decoder::Algorithm;
 use crate::engine::QueueLimits;
 
@@ -371,10 +373,9 @@ impl ServeArgs {
             any_model: self.any_model,
             strict_requests: self.strict_requests,
             max_tokens: self.max_tokens,
-            kept_prefixes: self.cache_dir.map(|folder| KeptPrefixes {
-                folder,
-                bytes_max: self.cache_persist_max_mib.saturating_mul(1 << 20),
-            }),
+            kept_prefixes: self
+                .cache_dir
+                .map(|folder| KeptPrefixes { folder, bytes_max: self.cache_persist_max_mib.saturating_mul(1 << 20) }),
             queue: QueueLimits {
                 running_max: self.parallel,
                 waiting_max: self.queue_capacity,

@@ -192,7 +192,8 @@ impl FromStr for ListenAddress {
         if let Some(path) = text.strip_prefix("unix:") {
             return if path.is_empty() { Err("unix: needs a path".to_owned()) } else { Ok(Self::Unix(path.into())) };
         }
-        let mut addresses = text.to_socket_addrs().map_err(|error| format!("expected HOST:PORT or unix:PATH: {error}"))?;
+        let mut addresses =
+            text.to_socket_addrs().map_err(|error| format!("expected HOST:PORT or unix:PATH: {error}"))?;
         addresses.next().map(Self::Tcp).ok_or_else(|| "the host has no address".to_owned())
     }
 }

@@ -123,7 +123,11 @@ impl Opened {
         let (checkpoint, name) = match &source.path {
             Some(path) => {
                 let checkpoint = Checkpoint::open(path, source.io)?;
-                let name = if checkpoint.model_id().is_empty() { checkpoint.path_id() } else { checkpoint.model_id().to_owned() };
+                let name = if checkpoint.model_id().is_empty() {
+                    checkpoint.path_id()
+                } else {
+                    checkpoint.model_id().to_owned()
+                };
                 (checkpoint, name)
             }
             None => {
@@ -327,7 +331,12 @@ impl Session {
         tools: Option<Vec<Value>>,
         kwargs: Option<serde_json::Map<String, Value>>,
     ) -> anyhow::Result<Vec<u32>> {
-        let input = ChatInput { messages, tools: tools.unwrap_or_default(), kwargs: kwargs.unwrap_or_default(), add_generation_prompt: true };
+        let input = ChatInput {
+            messages,
+            tools: tools.unwrap_or_default(),
+            kwargs: kwargs.unwrap_or_default(),
+            add_generation_prompt: true,
+        };
         Ok(self.tokenizer.encode_pieces(&self.template.render(&input)?)?)
     }
 }

@@ -178,8 +178,7 @@ fn weights(folder: &std::path::Path, encoding: Option<(Encoding, u64)>) -> Weigh
 fn company_arrival_cuts_cache_and_threads_do_not_change_a_token_on_the_cpu() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     checkpoint::write("t16", 1, folder.path());
-    let encodings =
-        [None, Some((Encoding::I8Mma, 128)), Some((Encoding::I4Mma, 128)), Some((Encoding::Nvfp4, 16))];
+    let encodings = [None, Some((Encoding::I8Mma, 128)), Some((Encoding::I4Mma, 128)), Some((Encoding::Nvfp4, 16))];
     for encoding in encodings {
         let weights = weights(folder.path(), encoding);
         let name = encoding.map_or("bf16".to_owned(), |(encoding, _)| encoding.to_string());

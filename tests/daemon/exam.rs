@@ -79,10 +79,8 @@ fn the_reference_reproduces_the_exam_answer_by_answer() {
         let (right, asked) = (score["right"].as_f64().unwrap_or(-1.0), score["questions"].as_f64().unwrap_or(1.0));
         (100.0 * right / asked).round() as u64
     };
-    let scores: BTreeMap<&str, u64> = EXACT_MATCH
-        .iter()
-        .map(|(task, _)| (*task, percent(&result["tasks"][*task])))
-        .collect();
+    let scores: BTreeMap<&str, u64> =
+        EXACT_MATCH.iter().map(|(task, _)| (*task, percent(&result["tasks"][*task]))).collect();
     assert_eq!(scores, EXACT_MATCH.into_iter().collect());
     assert_eq!(result["all"]["right"], 330);
     assert_eq!(result["all"]["questions"], 374);
@@ -108,7 +106,10 @@ fn quantized_experts_cost_no_more_than_two_points() {
         let file = converted(&tiny, folder.path(), experts);
         let result = eval(&["--model", file.to_str().expect("UTF-8"), "--device", "cpu"]);
         let score = result["exact_match"].as_f64().expect("a score");
-        println!("{experts}: {score:.1} %, {:.2} tokens a forward", result["tokens_per_forward"].as_f64().unwrap_or(0.0));
+        println!(
+            "{experts}: {score:.1} %, {:.2} tokens a forward",
+            result["tokens_per_forward"].as_f64().unwrap_or(0.0)
+        );
         assert!((score - original).abs() <= POINTS_MAX, "{experts}: {score}, bf16: {original}");
     }
 }
@@ -121,7 +122,13 @@ fn the_cpu_engine_agrees_with_the_reference_for_every_encoding() {
     models.extend(["original", "int8", "int4", "nvfp4"].map(|experts| converted(&tiny, folder.path(), experts)));
     for model in models {
         let output = program::minnowd(&["verify", "--device", "cpu", "--model", model.to_str().expect("UTF-8")]);
-        assert!(output.status.success(), "{}: {}{}", model.display(), program::stdout(&output), program::stderr(&output));
+        assert!(
+            output.status.success(),
+            "{}: {}{}",
+            model.display(),
+            program::stdout(&output),
+            program::stderr(&output)
+        );
     }
 }
 
@@ -131,7 +138,8 @@ fn the_embedded_model_is_what_mnwtool_makes_of_the_original() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let target = folder.path().join("demo.mnw");
     let (source, target_text) = (tiny.to_str().expect("UTF-8"), target.to_str().expect("UTF-8"));
-    let args = ["convert", source, target_text, "--experts", "int4", "--group-size", "128", "--model-id", "minnow-tiny"];
+    let args =
+        ["convert", source, target_text, "--experts", "int4", "--group-size", "128", "--model-id", "minnow-tiny"];
     let output = program::mnwtool(&args);
     assert!(output.status.success(), "{}", program::stderr(&output));
     let made = std::fs::read(&target).expect("the file");

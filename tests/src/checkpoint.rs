@@ -36,8 +36,13 @@ pub fn config(preset: &str) -> Value {
         "t64" => set(
             &mut config,
             &[
-                ("num_experts", 64), ("num_experts_per_tok", 4), ("expert_capacity", 12), ("num_attention_heads", 4),
-                ("num_key_value_heads", 2), ("n_group", 8), ("topk_group", 4),
+                ("num_experts", 64),
+                ("num_experts_per_tok", 4),
+                ("expert_capacity", 12),
+                ("num_attention_heads", 4),
+                ("num_key_value_heads", 2),
+                ("n_group", 8),
+                ("topk_group", 4),
             ],
         ),
         "t16g" => {

@@ -59,7 +59,11 @@ pub fn tiny_dir() -> Option<PathBuf> {
     match std::env::var_os("MINNOW_TINY_DIR") {
         Some(dir) => {
             let dir = PathBuf::from(dir);
-            assert!(dir.join("model.safetensors").is_file(), "MINNOW_TINY_DIR={} has no model.safetensors", dir.display());
+            assert!(
+                dir.join("model.safetensors").is_file(),
+                "MINNOW_TINY_DIR={} has no model.safetensors",
+                dir.display()
+            );
             Some(dir)
         }
         None => {

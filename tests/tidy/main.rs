@@ -51,10 +51,24 @@ fn code(text: &str) -> String {
 
 #[test]
 fn the_top_level_is_as_drawn() {
-    let allowed = ["Cargo.toml", "Cargo.lock", "README.md", "mnwtool", "minnowd", "common", "kernels", "formats", "docs", "tests"];
+    let allowed = [
+        "Cargo.toml",
+        "Cargo.lock",
+        "README.md",
+        "mnwtool",
+        "minnowd",
+        "common",
+        "kernels",
+        "formats",
+        "docs",
+        "tests",
+    ];
     for entry in std::fs::read_dir(repository()).expect("a readable repository") {
         let name = entry.expect("a readable entry").file_name().to_string_lossy().into_owned();
-        assert!(name.starts_with('.') || name == "target" || allowed.contains(&name.as_str()), "{name} lies at the top");
+        assert!(
+            name.starts_with('.') || name == "target" || allowed.contains(&name.as_str()),
+            "{name} lies at the top"
+        );
     }
 }
 
@@ -64,8 +78,11 @@ fn data_stays_below_25_mb() {
         let text = ["rs", "md", "toml", "jinja", "html", "lock"];
         path.extension().and_then(|extension| extension.to_str()).is_some_and(|extension| text.contains(&extension))
     };
-    let data: u64 =
-        files().iter().filter(|path| !is_text(path)).map(|path| path.metadata().map_or(0, |metadata| metadata.len())).sum();
+    let data: u64 = files()
+        .iter()
+        .filter(|path| !is_text(path))
+        .map(|path| path.metadata().map_or(0, |metadata| metadata.len()))
+        .sum();
     assert!(data < 25_000_000, "{data} bytes of data");
 }
 
@@ -124,7 +141,16 @@ fn plain_data_modules_know_no_model_server_or_clock() {
     for module in ["minnowd/src/decoder", "minnowd/src/cache", "minnowd/src/scheduler"] {
         for (path, text) in sources(module) {
             let code = code(&text);
-            for foreign in ["crate::model", "crate::engine", "crate::http", "crate::text", "std::time", "std::fs", "tokio", "tracing"] {
+            for foreign in [
+                "crate::model",
+                "crate::engine",
+                "crate::http",
+                "crate::text",
+                "std::time",
+                "std::fs",
+                "tokio",
+                "tracing",
+            ] {
                 assert!(!code.contains(foreign), "{path} uses {foreign}");
             }
         }

@@ -132,11 +132,7 @@ fn load(source: &ModelSource, decoding: &DecodingDefaults, defaults: ServeDefaul
 }
 
 fn serve_defaults(config: &ServeConfig) -> ServeDefaults {
-    ServeDefaults {
-        alias: config.alias.clone(),
-        max_tokens: config.max_tokens,
-        queue: config.queue,
-    }
+    ServeDefaults { alias: config.alias.clone(), max_tokens: config.max_tokens, queue: config.queue }
 }
 
 fn http_options(config: &ServeConfig) -> HttpOptions {

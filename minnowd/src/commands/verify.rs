@@ -28,7 +28,10 @@ pub fn run(source: &ModelSource, against: Device, text: Option<String>, as_json:
     let tokens = tokens(&session, text.as_deref().unwrap_or(SAMPLE))?;
     let report = compare(&mut *subject, &mut *reference, &tokens, TOLERANCE_F32)?;
     if as_json {
-        println!("{}", json!({"model": session.model_id, "encodings": session.file_type, "agrees": report.agrees(), "report": report}));
+        println!(
+            "{}",
+            json!({"model": session.model_id, "encodings": session.file_type, "agrees": report.agrees(), "report": report})
+        );
     } else {
         print(&session, &report);
     }

@@ -481,9 +481,7 @@ impl Runner {
         let Some(request) = self.requests.get_mut(&id) else { return Ok(None) };
         let Some(sequence) = &mut request.sequence else { return Ok(None) };
         let (start, tokens, need) = match request.generation.action() {
-            Action::Prefill { start, tokens } => {
-                (start, &tokens[..tokens.len().min(blocks * BLOCK)], Need::Nothing)
-            }
+            Action::Prefill { start, tokens } => (start, &tokens[..tokens.len().min(blocks * BLOCK)], Need::Nothing),
             Action::Refine { start, tokens, needs_logits: false } => (start, tokens, Need::Candidates),
             Action::Refine { start, tokens, needs_logits: true } => (start, tokens, Need::Logits),
             Action::Commit { start, tokens, .. } => (start, tokens, Need::Nothing),

@@ -43,8 +43,12 @@ fn a_start_leaves_running_requests_the_pages_they_are_about_to_take() {
 
 #[test]
 fn every_block_takes_part_and_one_prompt_is_read() {
-    let scheduler =
-        running(&[BLOCK_READY, Phase::Prefill { blocks: 9 }, Phase::Block { needs_page: true }, Phase::Prefill { blocks: 9 }]);
+    let scheduler = running(&[
+        BLOCK_READY,
+        Phase::Prefill { blocks: 9 },
+        Phase::Block { needs_page: true },
+        Phase::Prefill { blocks: 9 },
+    ]);
     let plan = scheduler.plan(100);
     assert_eq!(plan.blocks, [RequestId(0), RequestId(2)]);
     assert_eq!(plan.prefill, Some((RequestId(1), 2)));
