@@ -40,7 +40,7 @@ impl Job {
 impl Client {
     /// Splits a job into what the runner needs and the rest.
     pub(super) fn new(job: Job, since: Instant) -> (Task, Self) {
-        let Job { prompt, max_new, options, seed, stop_ids, cache, text, wants_progress, events, cancel } = job;
+        let Job { task, text, wants_progress, events, cancel } = job;
         let client = Self {
             text,
             wants_progress,
@@ -56,7 +56,7 @@ impl Client {
             is_gone: false,
             is_ended: false,
         };
-        (Task { prompt, max_new, options, seed, stop_ids, cache }, client)
+        (task, client)
     }
 
     /// Tells the client that its job was not taken.

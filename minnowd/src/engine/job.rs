@@ -6,24 +6,14 @@ use std::time::Duration;
 
 use tokio::sync::mpsc;
 
-use crate::cache::Access;
-use crate::decoder::{FinishReason, Options};
+use super::runner::Task;
+use crate::decoder::FinishReason;
 use crate::text::{Delta, OutputText};
 
 /// One request, ready to run: everything was checked before it was made.
 pub struct Job {
-    /// The whole rendered prompt; shorter than the context, free of mask and edit ids.
-    pub prompt: Vec<u32>,
-    /// Tokens to generate at most; 0 only reads the prompt.
-    pub max_new: usize,
-    /// Decoding options of this request.
-    pub options: Options,
-    /// Seed of every random choice.
-    pub seed: u64,
-    /// Ids that end the output, the id itself included.
-    pub stop_ids: Arc<[u32]>,
-    /// Whether blocks of others may be reused, and these be offered to others (`cache_prompt`).
-    pub cache: Access,
+    /// What to generate: a prompt shorter than the context and free of mask and edit ids, with checked options.
+    pub task: Task,
     /// Turns committed ids into text and tool calls, and says when a stop string ended the output.
     pub text: OutputText,
     /// Whether refinement steps and prompt progress are worth an event.

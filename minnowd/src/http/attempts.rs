@@ -40,11 +40,11 @@ impl Attempts {
             app: app.clone(),
             format,
             // The same seed gives the same text, and so does any seed without sampling.
-            retries_left: if order.options.temperature > 0.0 { app.options().format_retries } else { 0 },
+            retries_left: if order.task.options.temperature > 0.0 { app.options().format_retries } else { 0 },
             order: order.clone(),
             held: Vec::new(),
         });
-        let seed = order.seed;
+        let seed = order.task.seed;
         Ok(Self { running: Running::start(app, order).await?, form, starting: None, seed })
     }
 
@@ -79,8 +79,8 @@ impl Attempts {
                             return Err(refused);
                         }
                         form.retries_left -= 1;
-                        form.order.seed = form.order.seed.wrapping_add(1);
-                        self.seed = form.order.seed;
+                        form.order.task.seed = form.order.task.seed.wrapping_add(1);
+                        self.seed = form.order.task.seed;
                         let (app, order) = (form.app.clone(), form.order.clone());
                         self.starting = Some(Box::pin(async move { Running::start(&app, order).await }));
                         continue;

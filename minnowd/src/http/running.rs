@@ -36,14 +36,9 @@ impl Running {
     pub(crate) async fn start(app: &App, order: Order) -> Result<Self, ApiError> {
         let (sender, mut events) = mpsc::channel(EVENTS_MAX);
         let cancel = Cancel::default();
-        let (prompt_tokens, max_new) = (order.prompt.len(), order.max_new);
+        let (prompt_tokens, max_new) = (order.task.prompt.len(), order.task.max_new);
         app.engine().submit(Job {
-            prompt: order.prompt,
-            max_new,
-            options: order.options,
-            seed: order.seed,
-            stop_ids: order.stop_ids,
-            cache: order.cache,
+            task: order.task,
             text: order.text,
             wants_progress: order.wants_progress,
             events: sender,

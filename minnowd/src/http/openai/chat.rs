@@ -11,7 +11,7 @@ use crate::http::answer::Shape;
 use crate::http::error::{ApiError, Code};
 use crate::http::fields::Fields;
 use crate::session::Session;
-use crate::text::{ChatInput, Dialect, EncodeError, OutputText, Rendered, TemplateError, ToolParsing};
+use crate::text::{ChatInput, EncodeError, OutputText, Rendered, TemplateError, ToolParsing};
 
 /// Answers a conversation.
 pub(crate) async fn complete(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
@@ -112,14 +112,7 @@ fn call_opening(session: &Session, tools: &Tools, calls_before: usize) -> Result
     if !tools.must_call() {
         return Ok(None);
     }
-    Ok(Some(match (dialect, tools.only()) {
-        (Dialect::Sections, None) => "<|tool_calls_section_begin|><|tool_call_begin|>functions.".to_owned(),
-        (Dialect::Sections, Some(name)) => format!(
-            "<|tool_calls_section_begin|><|tool_call_begin|>functions.{name}:{calls_before}<|tool_call_argument_begin|>"
-        ),
-        (Dialect::Tagged, None) => "<tool_call>\n{\"name\": \"".to_owned(),
-        (Dialect::Tagged, Some(name)) => format!("<tool_call>\n{{\"name\": \"{name}\", \"arguments\": "),
-    }))
+    Ok(Some(dialect.call_opening(tools.only(), calls_before)))
 }
 
 /// Renders a conversation with the checkpoint's template.

@@ -28,8 +28,7 @@ use super::error::{ApiError, Code};
 use super::fields::Fields;
 use super::gate::RequestId;
 use super::{App, body, ids, models, sessions, stream};
-use crate::cache::Access;
-use crate::decoder::Options;
+use crate::engine::runner::Task;
 use crate::session::Session;
 use crate::text::{Delta, OutputText};
 
@@ -53,18 +52,8 @@ pub(crate) struct Prepared {
 /// What the engine is to do.
 #[derive(Clone)]
 pub(crate) struct Order {
-    /// Token ids of the whole prompt.
-    pub prompt: Vec<u32>,
-    /// Output limit.
-    pub max_new: usize,
-    /// Decoding options.
-    pub options: Options,
-    /// Seed of every random choice.
-    pub seed: u64,
-    /// Ids that end the output.
-    pub stop_ids: Arc<[u32]>,
-    /// Whether known blocks are reused, and new ones offered to others.
-    pub cache: Access,
+    /// What to generate.
+    pub task: Task,
     /// Turns ids into text and calls.
     pub text: OutputText,
     /// Whether refinement events are wanted.
@@ -119,13 +108,9 @@ impl Draft {
             opened,
             prompt_tokens: prompt.len(),
         };
+        let (options, stop_ids, cache) = (settings.options, session.stop_ids(), settings.cache);
         let order = Order {
-            prompt,
-            max_new,
-            options: settings.options,
-            seed,
-            stop_ids: session.stop_ids(),
-            cache: settings.cache,
+            task: Task { prompt, max_new, options, seed, stop_ids, cache },
             text,
             wants_progress: settings.wants_progress(),
             settings: described,
