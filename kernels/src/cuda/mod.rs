@@ -1,0 +1,15 @@
+//! CUDA kernels, under feature `cuda`: one file an operation family, mirroring the folders of `kernels/cu`.
+//!
+//! [`Device`] is a GPU with a stream; everything runs in order on that stream and is asynchronous until
+//! [`Device::synchronize`]. NVIDIA's driver library is loaded at run time: a program with this feature starts on any
+//! machine, and [`device_count`] says why there is nothing to run on. No other NVIDIA library is used.
+//!
+//! Activations are BF16 with FP32 sums; rounding points are those of the model description, section 4, as each kernel's
+//! header says. Every kernel keeps the promise of [`crate::ops`], "Batch invariance".
+
+mod device;
+
+pub use device::{
+    Argument, Buffer, CudaError, Device, Event, Graph, Kernel, KernelArgument, LaunchShape, Pinned, Plain, Pointer,
+    Properties, Unavailable, argument, device_count,
+};
