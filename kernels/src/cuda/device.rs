@@ -457,11 +457,14 @@ impl<T> Pointer<T> {
 
     /// The place `elements` further on.
     #[must_use]
+    #[expect(clippy::should_implement_trait, reason = "as `add` of Rust's own pointers, without their `unsafe`")]
     pub fn add(self, elements: usize) -> Self {
         Self { address: self.address + (elements * size_of::<T>()) as u64, elements: PhantomData }
     }
 }
 
+// SAFETY: four numbers without padding, `uint4` on the device.
+unsafe impl Plain for [u32; 4] {}
 // SAFETY: an address of 64 bits, which is what a pointer parameter of a kernel is.
 unsafe impl<T: Copy> KernelArgument for Pointer<T> {}
 // SAFETY: a number; tables of pointers in device memory are made of them.

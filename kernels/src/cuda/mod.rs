@@ -7,9 +7,17 @@
 //! Activations are BF16 with FP32 sums; rounding points are those of the model description, section 4, as each kernel's
 //! header says. Every kernel keeps the promise of [`crate::ops`], "Batch invariance".
 
+mod attention;
 mod device;
+mod norm;
+mod route;
+mod sample;
 
+pub use attention::{Attention, BlockTables, HeadTransform, PagesOfLayer};
 pub use device::{
     Argument, Buffer, CudaError, Device, Event, Graph, Kernel, KernelArgument, LaunchShape, Pinned, Plain, Pointer,
     Properties, Unavailable, argument, device_count,
 };
+pub use norm::{Norm, NormShape, Parts};
+pub use route::{Choices, Router, tiles_max};
+pub use sample::{RowBest, Sampler, TileBest};

@@ -1,0 +1,204 @@
+//! From a token's embedding to its attention over the pages of its sequence. `cu/rope`, `cu/attention`.
+
+use half::bf16;
+use minnow_common::BLOCK;
+
+use super::device::{CudaError, Device, Kernel, LaunchShape, Pointer, argument};
+use crate::ops::Heads;
+
+/// The only width of a head, and of the rotated part of it, that the kernels are made for.
+const DIM: usize = 128;
+const ROTARY_DIM: usize = 64;
+/// Chunks of keys that are folded, at most: as in the source.
+const CHUNKS_MAX: usize = 32;
+/// A tile of 128 keys and one of 128 values.
+const SHARED_BYTES: u32 = 64 << 10;
+/// Rows of a block of threads, as in the source.
+const ATTEND_ROWS: usize = 128;
+const PARTIAL_ROWS: usize = 64;
+
+/// The kernels of this family.
+#[derive(Clone, Debug)]
+pub struct Attention {
+    embed: Kernel,
+    norm_and_rope: Kernel,
+    attend: Kernel,
+    partial: Kernel,
+    combine: Kernel,
+    multiprocessors: usize,
+}
+
+/// Which pages the blocks of a batch see, in device memory.
+#[derive(Clone, Copy, Debug)]
+pub struct BlockTables {
+    /// `[blocks, 2]`: where the pages of a block's sequence start in `page_tables`, and how many it sees, its own
+    /// included, which is the last of them.
+    pub blocks: Pointer<u32>,
+    /// Numbers of pages.
+    pub page_tables: Pointer<u32>,
+}
+
+/// Keys and values of one layer in device memory.
+#[derive(Clone, Copy, Debug)]
+pub struct PagesOfLayer {
+    /// The layer's part of page 0: keys `[kv heads, 32, dim]`, then values.
+    pub first: Pointer<bf16>,
+    /// Elements from one page to the next.
+    pub page_stride: u64,
+}
+
+/// What turns projections into queries, keys and values.
+#[derive(Clone, Copy, Debug)]
+pub struct HeadTransform {
+    /// `[dim]`, or null for no norm.
+    pub query_norm: Pointer<bf16>,
+    /// `[dim]`, or null for no norm.
+    pub key_norm: Pointer<bf16>,
+    /// Cosine and sine, `[positions, 32, 2]`.
+    pub rotations: Pointer<bf16>,
+    /// Added to the mean square.
+    pub eps: f32,
+}
+
+impl Attention {
+    /// Loads the kernels.
+    pub fn new(device: &Device) -> Result<Self, CudaError> {
+        let attend = device.kernel("attention", "attend")?;
+        let partial = device.kernel("attention", "partial")?;
+        attend.allow_shared(SHARED_BYTES)?;
+        partial.allow_shared(SHARED_BYTES)?;
+        Ok(Self {
+            embed: device.kernel("rope", "embed")?,
+            norm_and_rope: device.kernel("rope", "norm_and_rope")?,
+            attend,
+            partial,
+            combine: device.kernel("attention", "combine")?,
+            multiprocessors: device.properties().multiprocessors as usize,
+        })
+    }
+
+    /// Whether the kernels can do attention of this shape.
+    pub fn check(heads: Heads, rotary_dim: usize) -> Result<(), CudaError> {
+        if heads.dim == DIM && rotary_dim == ROTARY_DIM {
+            return Ok(());
+        }
+        let what =
+            format!("heads of {} with {rotary_dim} rotated dimensions, only of {DIM} with {ROTARY_DIM}", heads.dim);
+        Err(CudaError::Unsupported { operation: "attention", what })
+    }
+
+    /// `x[r] = embedding[tokens[r]]`; `x: [rows, dim]`, `tokens: [rows]`, `embedding: [vocab, dim]`.
+    ///
+    /// # Safety
+    /// The pointers are of that many elements, aligned to 16 bytes, `dim` is a multiple of 8, and tokens are below
+    /// `vocab`.
+    pub unsafe fn embed(
+        &self,
+        x: Pointer<bf16>,
+        tokens: Pointer<u32>,
+        embedding: Pointer<bf16>,
+        rows: usize,
+        dim: usize,
+    ) -> Result<(), CudaError> {
+        let launch = LaunchShape::new([rows as u32, 1, 1], 256).overlapping();
+        // SAFETY: the parameters of the source; the kernel waits; the rest is the caller's promise.
+        unsafe {
+            self.embed.launch(launch, &[argument(&tokens), argument(&embedding), argument(&x), argument(&(dim as i32))])
+        }
+    }
+
+    /// Normalises and rotates the heads of `qkv: [blocks * 32, (query + 2 kv) * dim]`: queries into
+    /// `q: [blocks * 32, query * dim]`, keys and values into the last page of each block.
+    ///
+    /// # Safety
+    /// The pointers are of that many elements; every page that `tables` name exists, and positions are below those of
+    /// `transform.rotations`.
+    #[expect(clippy::too_many_arguments, reason = "a kernel's inputs and outputs")]
+    pub unsafe fn norm_and_rope(
+        &self,
+        q: Pointer<bf16>,
+        pages: PagesOfLayer,
+        qkv: Pointer<bf16>,
+        transform: &HeadTransform,
+        tables: BlockTables,
+        blocks: usize,
+        heads: Heads,
+    ) -> Result<(), CudaError> {
+        let groups = (heads.query + 2 * heads.kv).div_ceil(8);
+        let launch = LaunchShape::new([(blocks * BLOCK) as u32, groups as u32, 1], 256).overlapping();
+        // SAFETY: the parameters of the source; the kernel waits; the rest is the caller's promise.
+        unsafe {
+            self.norm_and_rope.launch(
+                launch,
+                &[
+                    argument(&qkv),
+                    argument(&transform.query_norm),
+                    argument(&transform.key_norm),
+                    argument(&transform.rotations),
+                    argument(&tables.blocks),
+                    argument(&tables.page_tables),
+                    argument(&q),
+                    argument(&pages.first),
+                    argument(&pages.page_stride),
+                    argument(&(heads.query as i32)),
+                    argument(&(heads.kv as i32)),
+                    argument(&transform.eps),
+                ],
+            )
+        }
+    }
+
+    /// Floats of scratch that [`attend`](Self::attend) needs for batches of up to `blocks`: `(sums, weights)`.
+    #[must_use]
+    pub fn scratch_len(&self, blocks: usize, heads: Heads) -> (usize, usize) {
+        let split = blocks.min(self.split_blocks_max(heads));
+        let rows = split * CHUNKS_MAX * heads.query * BLOCK;
+        (rows * DIM, rows * 2)
+    }
+
+    /// Batches of up to this many blocks are spread over the GPU chunk by chunk; larger ones fill it as they are. The
+    /// result is the same bits.
+    fn split_blocks_max(&self, heads: Heads) -> usize {
+        let threads_of_block = heads.kv * (heads.query / heads.kv * BLOCK).div_ceil(ATTEND_ROWS);
+        self.multiprocessors / 2 / threads_of_block
+    }
+
+    /// `out = softmax(q . k / sqrt(dim)) v` over the pages each block sees. `q`, `out`: `[blocks * 32, query * dim]`.
+    ///
+    /// # Safety
+    /// The pointers are of that many elements, `scratch` as [`scratch_len`](Self::scratch_len) says for at least that
+    /// many blocks; every page that `tables` name exists.
+    #[expect(clippy::too_many_arguments, reason = "a kernel's inputs and outputs")]
+    pub unsafe fn attend(
+        &self,
+        out: Pointer<bf16>,
+        q: Pointer<bf16>,
+        pages: PagesOfLayer,
+        tables: BlockTables,
+        (sums, weights): (Pointer<f32>, Pointer<f32>),
+        blocks: usize,
+        heads: Heads,
+    ) -> Result<(), CudaError> {
+        let group = heads.query / heads.kv;
+        let (kv, group_argument, query) = (heads.kv as i32, group as i32, heads.query as i32);
+        let inputs = [argument(&q), argument(&pages.first), argument(&tables.blocks), argument(&tables.page_tables)];
+        let sizes = [argument(&pages.page_stride), argument(&kv), argument(&group_argument)];
+        if blocks > self.split_blocks_max(heads) {
+            let grid = [heads.kv, (group * BLOCK).div_ceil(ATTEND_ROWS), blocks].map(|count| count as u32);
+            let launch = LaunchShape::new(grid, 256).shared(SHARED_BYTES).overlapping();
+            let arguments = [&inputs[..], &[argument(&out)], &sizes].concat();
+            // SAFETY: the parameters of the source; the kernel waits; the rest is the caller's promise.
+            return unsafe { self.attend.launch(launch, &arguments) };
+        }
+        let parts = (group * BLOCK).div_ceil(PARTIAL_ROWS);
+        let launch = LaunchShape::new([CHUNKS_MAX, heads.kv * parts, blocks].map(|count| count as u32), 128);
+        let arguments = [&inputs[..], &[argument(&sums), argument(&weights)], &sizes].concat();
+        // SAFETY: as above.
+        unsafe { self.partial.launch(launch.shared(SHARED_BYTES).overlapping(), &arguments) }?;
+        let launch = LaunchShape::new([4, heads.query as u32, blocks as u32], 256).overlapping();
+        let arguments =
+            [argument(&sums), argument(&weights), argument(&tables.blocks), argument(&out), argument(&query)];
+        // SAFETY: as above.
+        unsafe { self.combine.launch(launch, &arguments) }
+    }
+}
