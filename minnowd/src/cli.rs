@@ -13,7 +13,7 @@ use crate::commands;
 use crate::config::{
     DecodingDefaults, Device, KeptPrefixes, ListenAddress, ModelSource, ServeConfig, UsageError, VerifyPayload,
 };
-use crate::decoder::Algorithm;
+use crate::decoder::{Algorithm, Preset};
 use crate::engine::QueueLimits;
 
 /// Serves LLaDA2.x block-diffusion language models over an OpenAI-compatible API.
@@ -79,6 +79,9 @@ struct DecodingArgs {
     /// Refinement algorithm: 2.0, 2.1 or 2.2; default: the checkpoint's own
     #[arg(long, value_name = "VERSION", env = "MINNOWD_ALGORITHM")]
     algorithm: Option<Algorithm>,
+    /// Thresholds by name: quality makes fewer mistakes, speed fewer forwards; default: the algorithm's own
+    #[arg(long, value_name = "NAME", env = "MINNOWD_PRESET")]
+    preset: Option<Preset>,
     /// Confidence above which a masked position is filled (0 to 1)
     #[arg(long, value_name = "P", env = "MINNOWD_THRESHOLD", allow_negative_numbers = true)]
     threshold: Option<f32>,
@@ -332,6 +335,7 @@ impl DecodingArgs {
     fn into_defaults(self) -> Result<DecodingDefaults, UsageError> {
         let defaults = DecodingDefaults {
             algorithm: self.algorithm,
+            preset: self.preset,
             threshold: self.threshold,
             editing_threshold: self.editing_threshold,
             steps: self.steps,

@@ -10,7 +10,7 @@ use minnow_formats::io::IoBackend;
 use minnow_kernels::cpu::Isa;
 use thiserror::Error;
 
-use crate::decoder::{Algorithm, OptionError, Options};
+use crate::decoder::{Algorithm, OptionError, Options, Preset};
 use crate::engine::QueueLimits;
 
 /// What was typed does not make sense; exit code 2.
@@ -87,6 +87,8 @@ impl FromStr for Device {
 pub struct DecodingDefaults {
     /// `None` is the checkpoint's own algorithm.
     pub algorithm: Option<Algorithm>,
+    /// Thresholds by name; those given by number come first.
+    pub preset: Option<Preset>,
     /// Confidence above which a masked position is filled.
     pub threshold: Option<f32>,
     /// Confidence above which a filled position is rewritten.
@@ -111,6 +113,9 @@ impl DecodingDefaults {
     /// Complete options for a checkpoint whose own algorithm is `native`.
     pub fn options(&self, native: Algorithm) -> Result<Options, OptionError> {
         let mut options = Options::serving(self.algorithm.unwrap_or(native));
+        if let Some(preset) = self.preset {
+            options = options.with_preset(preset);
+        }
         macro_rules! take {
             ($($field:ident),*) => { $(if let Some(value) = self.$field { options.$field = value.into(); })* };
         }

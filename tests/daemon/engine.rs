@@ -197,6 +197,95 @@ fn company_does_not_change_a_token_on_the_reference() {
 }
 
 #[test]
+fn choices_read_their_prompt_once_and_equal_their_solo_answers() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    checkpoint::write("t16", 1, folder.path());
+    let weights = weights(folder.path(), None);
+    let backend = |pages| Box::new(Cpu::new(weights.clone(), pages, Some(1), None).expect("a backend"));
+    for (cache, prompt_tokens) in
+        [Access::Shared, Access::Private].into_iter().flat_map(|cache| [(cache, 100), (cache, 20)])
+    {
+        let mut options = Options::serving(Algorithm::V22);
+        (options.temperature, options.max_post_steps, options.steps) = (0.9, 2, 6);
+        let choice = |index: u64| Task {
+            prompt: (0..prompt_tokens).map(|index| index * 37 % 470).collect(),
+            max_new: 70,
+            options,
+            seed: 40 + index,
+            stop_ids: Arc::from([481]),
+            cache,
+        };
+        let solo: Vec<_> = (0..6)
+            .map(|index| {
+                let mut runner = Runner::new(backend(PAGES_OF_ONE), SPECIAL, LIMITS);
+                let go_on = &mut |_: &Progress| std::ops::ControlFlow::Continue(());
+                essence(&runner.run(choice(index), go_on).expect("an answer"))
+            })
+            .collect();
+        assert!(solo.iter().any(|answer| *answer != solo[0]), "other seeds, other answers");
+        // Side by side, two by two, and with so few pages that choices give way and read the prompt again.
+        for (running_max, pages) in [(6, 64), (2, 64), (6, PAGES_OF_ONE + 2)] {
+            let limits = Limits { running_max, prefill_blocks_alone: 1, prefill_blocks_mixed: 1 };
+            let mut runner = Runner::new(backend(pages), SPECIAL, limits);
+            let first = runner.submit(choice(0)).expect("a task that fits");
+            let mut ids = vec![first];
+            ids.extend((1..6).map(|index| runner.submit_choice(choice(index), first).expect("a task that fits")));
+            let mut outcomes: BTreeMap<RequestId, Outcome> = BTreeMap::new();
+            while outcomes.len() < ids.len() {
+                for report in runner.step().expect("a step").reports {
+                    if let Progress::Finished(outcome) = report.progress {
+                        outcomes.insert(report.id, outcome);
+                    }
+                }
+                runner.check().expect("pages and holders add up");
+            }
+            for (id, solo) in ids.iter().zip(&solo) {
+                assert_eq!(&essence(&outcomes[id]), solo, "{cache:?}, {running_max} at a time");
+            }
+            assert_eq!(runner.pages().running, 0);
+            let read: usize = outcomes
+                .values()
+                .map(|outcome| {
+                    let stats = &outcome.stats;
+                    stats.processed_tokens - 32 * (stats.denoise_forwards + stats.commit_forwards)
+                })
+                .sum();
+            if runner.counters().preemptions == 0 {
+                assert_eq!(read, prompt_tokens as usize / 32 * 32, "{cache:?}, {running_max} at a time");
+            }
+        }
+    }
+}
+
+#[test]
+fn time_spent_waiting_for_a_slot_is_not_decoding_time() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    checkpoint::write("t16", 1, folder.path());
+    let backend = Cpu::new(weights(folder.path(), None), 64, Some(1), None).expect("a backend");
+    let limits = Limits { running_max: 1, ..LIMITS };
+    let mut runner = Runner::new(Box::new(backend), SPECIAL, limits);
+    let mut task = tasks(11, 1).remove(0);
+    (task.prompt, task.max_new, task.stop_ids, task.cache) = ((1..=64).collect(), 64, Arc::from([]), Access::Shared);
+    let second = [task.clone(), task].map(|task| runner.submit(task).expect("a task that fits"))[1];
+    let mut started = None;
+    let stats = 'run: loop {
+        let step = runner.step().expect("a step");
+        let mine = step.reports.into_iter().filter(|report| report.id == second);
+        for report in mine {
+            match report.progress {
+                Progress::Started { .. } => started = Some(std::time::Instant::now()),
+                Progress::Finished(outcome) => break 'run outcome.stats,
+                _ => {}
+            }
+        }
+    };
+    let since_started = started.expect("a start").elapsed();
+    assert_eq!(stats.cached_tokens, 64, "its prompt was known, so its first block began at once");
+    assert!(stats.decode + stats.prefill <= since_started, "{:?} of {since_started:?}", stats.decode);
+    assert!(stats.blocks[0].elapsed <= since_started, "{:?} of {since_started:?}", stats.blocks[0].elapsed);
+}
+
+#[test]
 fn a_follow_up_turn_reuses_every_whole_block_of_the_first() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     checkpoint::write("t16", 1, folder.path());

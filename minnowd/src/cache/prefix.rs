@@ -63,7 +63,7 @@ pub struct Sequence {
 pub enum Access {
     /// Finds blocks of others, and offers its own.
     Shared,
-    /// Neither reads nor writes the tree (`cache_prompt: false`): only its forks see its pages.
+    /// Neither reads nor writes the tree (`cache_prompt: false`): only forks and followers see its pages.
     Private,
 }
 
@@ -269,6 +269,22 @@ impl PrefixCache {
             self.pool.share(page).expect("committed pages of a sequence are held");
         }
         Sequence { pages, ..*sequence }
+    }
+
+    /// Takes further committed blocks from `other`, until `sequence` has `blocks` of them. Returns their number. What the
+    /// tree does for shared sequences, this does for private ones that the caller knows to begin with the same tokens.
+    /// Pages reserved for these blocks are free again.
+    ///
+    /// # Panics
+    /// If `sequence` is not private.
+    pub fn follow(&mut self, sequence: &mut Sequence, other: &Sequence, blocks: usize) -> usize {
+        assert_eq!(sequence.access, Access::Private, "shared sequences find blocks in the tree");
+        let before = sequence.committed;
+        for &page in other.pages[..other.committed.min(blocks)].iter().skip(before) {
+            self.pool.share(page).expect("committed pages of a sequence are held");
+            self.take_page(sequence, page);
+        }
+        sequence.committed - before
     }
 
     /// Makes sure that `sequence` has pages for its first `blocks` blocks, evicting idle blocks if need be; all of
@@ -489,6 +505,12 @@ impl PrefixCache {
             self.idle_leaves.remove(&(last_used, page));
         }
         self.pool.share(page).expect("nodes are committed");
+        self.take_page(sequence, page);
+        sequence.in_tree += 1;
+    }
+
+    /// Makes a page that was just shared the next committed one of `sequence`, in place of a page reserved for it.
+    fn take_page(&mut self, sequence: &mut Sequence, page: PageId) {
         match sequence.pages.get_mut(sequence.committed) {
             Some(reserved) => {
                 let reserved = std::mem::replace(reserved, page);
@@ -497,7 +519,6 @@ impl PrefixCache {
             None => sequence.pages.push(page),
         }
         sequence.committed += 1;
-        sequence.in_tree += 1;
     }
 
     /// Frees the page of the idle leaf that was used least recently.

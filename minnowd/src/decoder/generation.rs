@@ -131,6 +131,8 @@ pub struct RefinedBlock {
     pub splits: usize,
     /// Tries to leave a loop.
     pub escapes: usize,
+    /// Whether the step limit ended it before it had settled.
+    pub is_forced: bool,
 }
 
 /// A block that became final.
@@ -264,6 +266,15 @@ impl Generation {
         }
     }
 
+    /// The tokens that are still to be read before a block can be refined: whole blocks, those of [`Action::Prefill`].
+    #[must_use]
+    pub fn prefill(&self) -> &[u32] {
+        match self.action() {
+            Action::Prefill { tokens, .. } => tokens,
+            _ => &[],
+        }
+    }
+
     /// Reports that `positions` more of the prompt (whole blocks) have their K/V in place, computed or found in a cache.
     ///
     /// # Panics
@@ -286,6 +297,7 @@ impl Generation {
         block.deletes += record.deletes.len();
         block.splits += record.splits.len();
         block.escapes += record.escapes.len();
+        block.is_forced |= record.is_forced;
         let block = *block;
         let finished = match decoder.next() {
             Next::Forward { .. } => None,

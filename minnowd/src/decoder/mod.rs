@@ -23,7 +23,7 @@ pub use candidates::{Candidate, Candidates};
 pub use generation::{
     Action, CommitKind, FinishReason, FinishedBlock, Generation, GenerationError, PromptError, RefinedBlock, Refinement,
 };
-pub use options::{Algorithm, AntiLoop, OnLimit, OptionError, Options};
+pub use options::{Algorithm, AntiLoop, OnLimit, OptionError, Options, Preset};
 pub use sampling::{Drawn, draw};
 pub use uniforms::{Draw, KeyedUniforms, Purpose, Uniforms};
 
@@ -147,6 +147,9 @@ pub struct StepRecord {
     pub t2t: Vec<usize>,
     /// Whether this was a final round: everything filled, no structural edits.
     pub is_final: bool,
+    /// Whether the block had not settled and ends with this step because it is the last one allowed
+    /// ([`OnLimit::Force`]).
+    pub is_forced: bool,
     /// Tries to leave a loop: position, and the token that was put there.
     pub escapes: Vec<(usize, u32)>,
     /// The block as written, before structural edits.
@@ -350,6 +353,28 @@ mod tests {
                 assert!(steps <= options.max_steps_per_block, "{algorithm} {seed}: {steps}");
                 assert_eq!((result, steps), run(options, &tokens, seed));
             }
+        }
+    }
+
+    #[test]
+    fn a_block_counts_as_forced_only_if_the_limit_ended_it() {
+        for algorithm in [Algorithm::V21, Algorithm::V22] {
+            let mut forced = [0; 2];
+            for seed in 0..40 {
+                for (count, steps) in forced.iter_mut().zip([3, 1000]) {
+                    let options = Options { max_steps_per_block: steps, ..Options::serving(algorithm) };
+                    let mut decoder = BlockDecoder::new(vec![31; 8], options, SPECIAL).unwrap();
+                    let mut uniforms = KeyedUniforms { seed, choice: 0, block: 0 };
+                    while let Next::Forward { tokens, .. } = decoder.next() {
+                        let values = logits(tokens, seed);
+                        let view = StepView::Logits { values: &values, vocab: 32 };
+                        let record = decoder.step(&view, &mut uniforms).unwrap();
+                        assert!(!record.is_forced || decoder.next() == Next::Done);
+                        *count += usize::from(record.is_forced);
+                    }
+                }
+            }
+            assert!(forced[0] > 20 && forced[1] == 0, "{algorithm}: {forced:?}");
         }
     }
 

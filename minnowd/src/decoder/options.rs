@@ -58,6 +58,40 @@ pub enum AntiLoop {
     Lowest,
 }
 
+/// A name for a pair of thresholds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Preset {
+    /// Fewer mistakes.
+    Quality,
+    /// Fewer forwards.
+    Speed,
+}
+
+impl FromStr for Preset {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "quality" => Ok(Self::Quality),
+            "speed" => Ok(Self::Speed),
+            _ => Err("expected quality or speed".to_owned()),
+        }
+    }
+}
+
+impl Preset {
+    /// `threshold` and `editing_threshold`; the table "Presets" of `docs/block-diffusion.md`.
+    fn thresholds(self, algorithm: Algorithm) -> (f32, f32) {
+        match (self, algorithm) {
+            (Self::Quality, Algorithm::V20) => (0.95, 1.0),
+            (Self::Speed, Algorithm::V20) => (0.7, 1.0),
+            (Self::Quality, Algorithm::V21) => (0.7, 0.5),
+            (Self::Quality, Algorithm::V22) => (0.7, 0.0),
+            (Self::Speed, Algorithm::V21 | Algorithm::V22) => (0.5, 0.0),
+        }
+    }
+}
+
 /// Options of one request. [`check`](Self::check) says whether they make sense.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Options {
@@ -133,6 +167,13 @@ impl Options {
     #[must_use]
     pub fn serving(algorithm: Algorithm) -> Self {
         Self { on_limit: OnLimit::Force, anti_loop: AntiLoop::Lowest, ..Self::reference(algorithm) }
+    }
+
+    /// These options with a preset's thresholds.
+    #[must_use]
+    pub fn with_preset(self, preset: Preset) -> Self {
+        let (threshold, editing_threshold) = preset.thresholds(self.algorithm);
+        Self { threshold, editing_threshold, ..self }
     }
 
     /// Refuses values that make no sense, naming the field as requests do.

@@ -59,6 +59,15 @@ impl Edited {
         }
         self.is_settled = masks.is_empty() && t2t.is_empty();
         let output = block.tokens.clone();
-        StepRecord { input, m2t, t2t, is_final: is_forced, written: output.clone(), output, ..StepRecord::default() }
+        StepRecord {
+            input,
+            m2t,
+            t2t,
+            is_final: is_forced,
+            is_forced: is_forced && !self.is_settled,
+            written: output.clone(),
+            output,
+            ..StepRecord::default()
+        }
     }
 }

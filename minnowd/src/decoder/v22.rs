@@ -113,8 +113,10 @@ impl Joint {
         let (deletes, splits) = (at(special.delete), at(special.split));
         block.tokens = self.apply_edits(&written, &input, &special);
         let output = block.tokens.clone();
-        self.is_settled = is_forced || (output == input && !output.contains(&special.mask));
-        StepRecord { input, m2t, t2t, is_final, escapes, written, deletes, splits, output }
+        let is_stable = output == input && !output.contains(&special.mask);
+        self.is_settled = is_forced || is_stable;
+        let is_forced = is_forced && !is_stable;
+        StepRecord { input, m2t, t2t, is_final, is_forced, escapes, written, deletes, splits, output }
     }
 
     /// While the block as written was there before, changes one position of those that this step changed. Returns the

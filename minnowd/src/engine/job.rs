@@ -137,6 +137,10 @@ pub struct JobStats {
     pub reused_commits: usize,
     /// Transformer input positions in all.
     pub processed_tokens: usize,
+    /// Blocks that the step limit ended before they had settled.
+    pub forced_blocks: usize,
+    /// Time spent looking for known blocks and taking them over.
+    pub cache: Duration,
     /// Tokens rewritten after they were first written.
     pub token_edits: usize,
     /// DELETE edits applied.
@@ -145,6 +149,14 @@ pub struct JobStats {
     pub splits: usize,
     /// Per block, in order.
     pub blocks: Vec<BlockStats>,
+}
+
+impl JobStats {
+    /// Completion tokens for each refinement forward.
+    #[must_use]
+    pub fn tokens_per_forward(&self) -> f64 {
+        self.completion_tokens as f64 / self.denoise_forwards.max(1) as f64
+    }
 }
 
 /// Why a job failed after it was accepted.

@@ -107,9 +107,25 @@ struct Inner {
     is_idle: bool,
 }
 
+/// The answers to one prompt that a client asked for, at least one.
 struct Arrived {
-    job: Job,
+    choices: Vec<Job>,
     since: Instant,
+}
+
+impl Arrived {
+    /// Forgets jobs that nobody waits for; false if none is left.
+    fn keep_wanted(&mut self) -> bool {
+        self.choices.retain(|job| !job.is_abandoned());
+        !self.choices.is_empty()
+    }
+}
+
+impl Inner {
+    /// Jobs in the inbox that someone waits for.
+    fn arrived(&self) -> usize {
+        self.inbox.iter().flat_map(|arrived| &arrived.choices).filter(|job| !job.is_abandoned()).count()
+    }
 }
 
 impl Shared {
@@ -139,6 +155,12 @@ impl EngineHandle {
 
     /// Puts a job into the queue, or says why not.
     pub fn submit(&self, job: Job) -> Result<(), SubmitError> {
+        self.submit_choices(vec![job])
+    }
+
+    /// Puts several answers to one prompt into the queue, all or none: jobs with the same prompt and other seeds, each
+    /// with a client of its own. The prompt is read once, and they share its pages.
+    pub fn submit_choices(&self, choices: Vec<Job>) -> Result<(), SubmitError> {
         let mut inner = self.shared.lock();
         match inner.state {
             State::Ready => {}
@@ -146,13 +168,13 @@ impl EngineHandle {
             State::Draining => return Err(SubmitError::Draining),
             State::Failed => return Err(SubmitError::WorkerFailed),
         }
-        inner.inbox.retain(|arrived| !arrived.job.is_abandoned());
-        let present = inner.active + inner.queued + inner.inbox.len();
+        inner.inbox.retain_mut(Arrived::keep_wanted);
+        let present = inner.active + inner.queued + inner.arrived();
         let QueueLimits { running_max, waiting_max, .. } = self.shared.limits;
-        if present >= running_max + waiting_max {
+        if present + choices.len() > running_max + waiting_max {
             return Err(SubmitError::QueueFull { queued: present - inner.active, capacity: waiting_max });
         }
-        inner.inbox.push_back(Arrived { job, since: Instant::now() });
+        inner.inbox.push_back(Arrived { choices, since: Instant::now() });
         drop(inner);
         self.shared.changed.notify_all();
         Ok(())
@@ -165,7 +187,7 @@ impl EngineHandle {
         Health {
             state: inner.state,
             active: inner.active,
-            queued: inner.queued + inner.inbox.iter().filter(|arrived| !arrived.job.is_abandoned()).count(),
+            queued: inner.queued + inner.arrived(),
             counters: inner.counters,
             pages: inner.pages,
             cache: inner.cache,
@@ -182,7 +204,7 @@ impl EngineHandle {
         let inbox = std::mem::take(&mut inner.inbox);
         drop(inner);
         self.shared.changed.notify_all();
-        for Arrived { job, .. } in inbox {
+        for job in inbox.into_iter().flat_map(|arrived| arrived.choices) {
             let _ = job.events.try_send(Event::Failed(JobError::Draining));
         }
     }
@@ -231,8 +253,8 @@ impl Engine {
                 return Ok(());
             };
             self.restore(RESTORED_BLOCKS_A_STEP);
-            for Arrived { job, since } in arrived {
-                self.admit(job, since);
+            for arrived in arrived {
+                self.admit(arrived);
             }
             self.drop_abandoned();
             for (id, client) in &mut self.clients {
@@ -268,16 +290,22 @@ impl Engine {
         }
     }
 
-    fn admit(&mut self, job: Job, since: Instant) {
-        if job.is_abandoned() {
-            return;
-        }
-        let (task, client) = Client::new(job, since);
-        match self.runner.submit(task) {
-            Ok(id) => {
-                self.clients.insert(id, client);
+    fn admit(&mut self, mut arrived: Arrived) {
+        arrived.keep_wanted();
+        let mut first = None;
+        for job in arrived.choices {
+            let (task, client) = Client::new(job, arrived.since);
+            let submitted = match first {
+                None => self.runner.submit(task),
+                Some(first) => self.runner.submit_choice(task, first),
+            };
+            match submitted {
+                Ok(id) => {
+                    first.get_or_insert(id);
+                    self.clients.insert(id, client);
+                }
+                Err(error) => client.refuse(error),
             }
-            Err(error) => client.refuse(error),
         }
     }
 
@@ -338,7 +366,7 @@ impl Engine {
         (inner.active, inner.queued) = (0, 0);
         let inbox = std::mem::take(&mut inner.inbox);
         drop(inner);
-        for Arrived { job, .. } in inbox {
+        for job in inbox.into_iter().flat_map(|arrived| arrived.choices) {
             let _ = job.events.try_send(Event::Failed(JobError::Model(message.to_owned())));
         }
         for client in self.clients.values_mut() {

@@ -15,7 +15,7 @@ use std::time::Instant;
 use minnow_common::BLOCK;
 
 use super::job::{BlockStats, JobError, JobStats};
-use crate::cache::{Access, BlockTokens, CacheStats, PageId, PrefixCache, Sequence};
+use crate::cache::{Access, BlockTokens, CacheStats, Found, PageId, PrefixCache, Sequence};
 use crate::decoder::{Action, CommitKind, FinishReason, Generation, GenerationError, Options, SpecialIds, StepView};
 use crate::model::{Backend, Batch, ModelError, Need, Output, Segment};
 use crate::persist::{LoadReport, Loader};
@@ -105,6 +105,9 @@ pub struct Outcome {
     pub stats: JobStats,
 }
 
+/// Sequences in a forward that [`Counters::batch_sizes`] tells apart.
+pub const BATCH_SIZE_BOUNDS: [usize; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
+
 /// What the runner has done since it was made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
@@ -114,13 +117,27 @@ pub struct Counters {
     pub sequence_forwards: u64,
     /// Most sequences in one forward.
     pub batch_max: usize,
+    /// Forwards by the number of sequences in them: those above the bound before and up to this one of
+    /// [`BATCH_SIZE_BOUNDS`], then those above all bounds. They add up to `forwards`.
+    pub batch_sizes: [u64; BATCH_SIZE_BOUNDS.len() + 1],
     /// Requests that had to give way because pages ran out.
     pub preemptions: u64,
+}
+
+impl Counters {
+    fn forwarded(&mut self, sequences: usize) {
+        self.forwards += 1;
+        self.sequence_forwards += sequences as u64;
+        self.batch_max = self.batch_max.max(sequences);
+        self.batch_sizes[BATCH_SIZE_BOUNDS.partition_point(|bound| *bound < sequences)] += 1;
+    }
 }
 
 /// A request, waiting or running.
 struct Request {
     task: Task,
+    /// The first of the requests that answer one prompt; itself where there is one answer.
+    first: RequestId,
     generation: Generation,
     /// Its pages; `None` while it waits.
     sequence: Option<Sequence>,
@@ -224,6 +241,22 @@ impl Runner {
     /// Puts a task into the queue. Refused are prompts that may not be continued and tasks that the whole cache could
     /// not hold.
     pub fn submit(&mut self, task: Task) -> Result<RequestId, JobError> {
+        self.submit_beside(task, None)
+    }
+
+    /// Puts a further answer to the prompt of `first` into the queue. What one of them has read of the prompt, the others
+    /// take over, also where [`Access::Private`] keeps it from everyone else. Otherwise they are requests like any other.
+    ///
+    /// # Panics
+    /// If `first` has another prompt.
+    pub fn submit_choice(&mut self, task: Task, first: RequestId) -> Result<RequestId, JobError> {
+        self.submit_beside(task, Some(first))
+    }
+
+    fn submit_beside(&mut self, task: Task, first: Option<RequestId>) -> Result<RequestId, JobError> {
+        if let Some(request) = first.and_then(|first| self.requests.get(&first)) {
+            assert_eq!(request.task.prompt, task.prompt, "choices have one prompt");
+        }
         let generation = Generation::new(&task.prompt, task.max_new, &task.stop_ids, task.options, self.special)
             .map_err(|error| JobError::Invalid(error.to_string()))?;
         let needed = generation.end_max() / BLOCK;
@@ -236,6 +269,7 @@ impl Runner {
         let now = Instant::now();
         let stats = JobStats { prompt_tokens: task.prompt.len(), ..JobStats::default() };
         let request = Request {
+            first: first.unwrap_or(id),
             task,
             generation,
             sequence: None,
@@ -340,14 +374,17 @@ impl Runner {
 
     /// What a running request needs next; `None` if it is finished.
     fn settle_one(&mut self, id: RequestId) -> Result<Option<Phase>, JobError> {
+        self.follow(id);
         let Some(request) = self.requests.get_mut(&id) else { return Ok(None) };
-        let Some(sequence) = &mut request.sequence else { return Ok(None) };
         loop {
+            let Some(sequence) = &mut request.sequence else { return Ok(None) };
             let phase = match request.generation.action() {
                 Action::Prefill { tokens, .. } => {
+                    let since = Instant::now();
                     let found = self.cache.extend(sequence, tokens);
+                    request.stats.cache += since.elapsed();
                     if found > 0 {
-                        request.generation.prefilled(found * BLOCK);
+                        request.has_prefilled(found * BLOCK);
                         continue;
                     }
                     Phase::Prefill { blocks: tokens.len() / BLOCK }
@@ -366,6 +403,32 @@ impl Runner {
             };
             return Ok(Some(if request.is_held { Phase::Held } else { phase }));
         }
+    }
+
+    /// Takes over what another answer to the same private prompt has read of it.
+    fn follow(&mut self, id: RequestId) {
+        let Some(request) = self.requests.get(&id) else { return };
+        if request.task.cache == Access::Shared || !matches!(request.generation.action(), Action::Prefill { .. }) {
+            return;
+        }
+        let blocks = request.task.prompt.len() / BLOCK;
+        let Some(mut sequence) = self.requests.get_mut(&id).and_then(|request| request.sequence.take()) else { return };
+        let found = match Self::furthest_choice(&self.requests, id) {
+            Some(other) => self.cache.follow(&mut sequence, other, blocks),
+            None => 0,
+        };
+        let Some(request) = self.requests.get_mut(&id) else { return };
+        request.sequence = Some(sequence);
+        if found > 0 {
+            request.has_prefilled(found * BLOCK);
+        }
+    }
+
+    /// Of the other answers to the prompt of request `id`, the one that has read most of it.
+    fn furthest_choice(requests: &BTreeMap<RequestId, Request>, id: RequestId) -> Option<&Sequence> {
+        let first = requests.get(&id)?.first;
+        let others = requests.iter().filter(|(other, request)| **other != id && request.first == first);
+        others.filter_map(|(_, request)| request.sequence.as_ref()).max_by_key(|sequence| sequence.committed())
     }
 
     /// Ends a finished request.
@@ -390,23 +453,27 @@ impl Runner {
     /// Starts waiting requests as long as there are slots and pages.
     fn start_waiting(&mut self, reports: &mut Vec<Report>) {
         while let Some(id) = self.scheduler.next_to_start() {
-            let Some(request) = self.requests.get_mut(&id) else {
+            let Some(request) = self.requests.get(&id) else {
                 self.scheduler.remove(id);
                 continue;
             };
-            let prefill: &[u32] = match request.generation.action() {
-                Action::Prefill { tokens, .. } => tokens,
-                _ => &[],
-            };
+            let prefill = request.generation.prefill();
             let found = match request.task.cache {
                 Access::Shared => self.cache.find(prefill),
-                Access::Private => crate::cache::Found::default(),
+                Access::Private => {
+                    let known = Self::furthest_choice(&self.requests, id).map_or(0, Sequence::committed);
+                    Found { blocks: known.min(request.task.prompt.len() / BLOCK), idle: 0 }
+                }
             };
             let wanted = prefill.len() / BLOCK - found.blocks + 1;
             if !self.scheduler.has_room(wanted, self.cache.available() - found.idle) {
                 return;
             }
+            let Some(request) = self.requests.get_mut(&id) else { return };
+            let prefill = request.generation.prefill();
+            let since = Instant::now();
             let sequence = self.cache.begin(prefill, request.task.cache);
+            request.stats.cache += since.elapsed();
             let reused = sequence.committed() * BLOCK;
             if reused > 0 {
                 request.generation.prefilled(reused);
@@ -417,6 +484,7 @@ impl Runner {
             debug_assert_eq!(started, id);
             if !std::mem::replace(&mut request.is_started, true) {
                 request.started = Instant::now();
+                request.block_since = request.started;
                 request.stats.cached_tokens = reused;
                 request.processed = reused;
                 reports.push(Report { id, progress: Progress::Started { cached_tokens: reused } });
@@ -464,9 +532,7 @@ impl Runner {
             .map(|share| Segment { tokens: &share.tokens, pages: &share.pages, need: share.need })
             .collect();
         let outputs = self.backend.forward(&Batch { segments: &segments }, None)?;
-        self.counters.forwards += 1;
-        self.counters.sequence_forwards += shares.len() as u64;
-        self.counters.batch_max = self.counters.batch_max.max(shares.len());
+        self.counters.forwarded(shares.len());
         for (share, output) in shares.iter().zip(outputs) {
             if let Err(error) = self.take(share, output, reports) {
                 self.cancel(share.id);
@@ -506,11 +572,9 @@ impl Runner {
                 for tokens in share.tokens.chunks_exact(BLOCK) {
                     self.cache.commit(sequence, block(tokens)?);
                 }
-                request.generation.prefilled(share.tokens.len());
                 let processed = (sequence.committed() * BLOCK).min(request.task.prompt.len());
+                request.has_prefilled(share.tokens.len());
                 request.read(id, processed, reports);
-                request.stats.prefill = request.started.elapsed();
-                request.block_since = Instant::now();
             }
             Action::Commit { tokens, .. } => {
                 self.cache.commit(sequence, block(tokens)?);
@@ -555,6 +619,13 @@ pub struct Pages {
 }
 
 impl Request {
+    /// Takes note that further positions of the prompt have their K/V, wherever these come from.
+    fn has_prefilled(&mut self, positions: usize) {
+        self.generation.prefilled(positions);
+        self.stats.prefill = self.started.elapsed();
+        self.block_since = Instant::now();
+    }
+
     /// Reports progress in reading the prompt; never backwards, and not at all if all of it was cached.
     fn read(&mut self, id: RequestId, processed: usize, reports: &mut Vec<Report>) {
         if processed > self.processed {
@@ -595,6 +666,7 @@ impl Request {
         self.stats.token_edits += refinement.block.token_edits;
         self.stats.deletes += refinement.block.deletes;
         self.stats.splits += refinement.block.splits;
+        self.stats.forced_blocks += usize::from(refinement.block.is_forced);
         self.stats.blocks.push(block);
         let tokens = self.generation.completion()[finished.added].to_vec();
         reports.push(Report { id, progress: Progress::Block { tokens, block } });
@@ -619,5 +691,21 @@ impl From<GenerationError> for JobError {
             GenerationError::NotConverged { start, masks, steps } => Self::NotConverged { offset: start, masks, steps },
             other => Self::Model(other.to_string()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn forwards_are_counted_by_their_size() {
+        let mut counters = Counters::default();
+        for sequences in [1, 1, 2, 3, 4, 5, 256, 257, 1000] {
+            counters.forwarded(sequences);
+        }
+        assert_eq!(counters.batch_sizes, [2, 1, 2, 1, 0, 0, 0, 0, 1, 2]);
+        assert_eq!(counters.batch_sizes.iter().sum::<u64>(), counters.forwards);
+        assert_eq!((counters.sequence_forwards, counters.batch_max), (1529, 1000));
     }
 }

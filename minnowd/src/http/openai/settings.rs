@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::cache::Access;
-use crate::decoder::Options;
+use crate::decoder::{Options, Preset};
 use crate::http::error::{ApiError, Code};
 use crate::http::fields::{Fields, as_text, wrong_type, wrong_value};
 
@@ -188,8 +188,14 @@ fn read_limit(fields: &mut Fields) -> Result<Option<Limit>, ApiError> {
 }
 
 fn read_options(fields: &mut Fields, defaults: &Options) -> Result<Options, ApiError> {
-    let mut options = *defaults;
-    if let Some(mut inner) = fields.object("minnow")? {
+    let mut inner = fields.object("minnow")?;
+    let named = inner.as_mut().map(read_preset).transpose()?.flatten();
+    // A preset stands for thresholds, so thresholds beat it wherever either stands.
+    let mut options = match read_preset(fields)?.or(named) {
+        Some(preset) => defaults.with_preset(preset),
+        None => *defaults,
+    };
+    if let Some(mut inner) = inner {
         read_diffusion(&mut inner, &mut options)?;
         if let Some(path) = inner.rest().into_iter().next() {
             let message = format!("{path} is not known; minnow holds diffusion options only");
@@ -210,6 +216,12 @@ fn read_options(fields: &mut Fields, defaults: &Options) -> Result<Options, ApiE
     }
     options.check().map_err(|error| ApiError::new(Code::InvalidValue, error.to_string()).at(error.field))?;
     Ok(options)
+}
+
+fn read_preset(fields: &mut Fields) -> Result<Option<Preset>, ApiError> {
+    let Some(name) = fields.text("preset")? else { return Ok(None) };
+    let refused = |_| wrong_value(&fields.path("preset"), &json!(name), "must be \"quality\" or \"speed\"");
+    name.parse().map(Some).map_err(refused)
 }
 
 fn read_diffusion(fields: &mut Fields, options: &mut Options) -> Result<(), ApiError> {
@@ -353,6 +365,22 @@ mod tests {
     }
 
     #[test]
+    fn a_preset_is_a_starting_point_that_thresholds_beat() {
+        let thresholds = |value| {
+            let options = read(value).unwrap().0.options;
+            (options.threshold, options.editing_threshold)
+        };
+        let named =
+            |preset| (defaults().with_preset(preset).threshold, defaults().with_preset(preset).editing_threshold);
+        assert_ne!(named(Preset::Quality), named(Preset::Speed));
+        assert_eq!(thresholds(json!({"preset": "quality"})), named(Preset::Quality));
+        assert_eq!(thresholds(json!({"minnow": {"preset": "speed"}})), named(Preset::Speed));
+        assert_eq!(thresholds(json!({"minnow": {"preset": "speed"}, "preset": "quality"})), named(Preset::Quality));
+        let (_, editing) = named(Preset::Quality);
+        assert_eq!(thresholds(json!({"minnow": {"threshold": 0.25}, "preset": "quality"})), (0.25, editing));
+    }
+
+    #[test]
     fn wrong_values_name_their_field() {
         for (value, param) in [
             (json!({"temperature": "hot"}), "temperature"),
@@ -379,6 +407,9 @@ mod tests {
             (json!({"minnow": {"blocks": 5}}), "minnow.blocks"),
             (json!({"minnow": {"steps": 0}}), "minnow.steps"),
             (json!({"steps": 0.5}), "steps"),
+            (json!({"preset": "best"}), "preset"),
+            (json!({"preset": 1}), "preset"),
+            (json!({"minnow": {"preset": "best"}}), "minnow.preset"),
             (json!({"threshold": 1.5}), "threshold"),
             (json!({"cache_prompt": "no"}), "cache_prompt"),
             (json!({"return_progress": 1}), "return_progress"),
