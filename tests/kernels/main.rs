@@ -4,5 +4,7 @@ mod codec;
 mod codec_encoder;
 mod codec_search;
 mod conformance;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod invariance;
 mod routing;

@@ -22,8 +22,9 @@ pub struct AttentionCase {
 }
 
 impl AttentionCase {
-    /// A lone block, blocks with and without earlier pages, heads that are no whole number of vectors, scores so far
-    /// apart that early pages lose all weight, and a NaN that only later blocks see.
+    /// A lone block, blocks with and without earlier pages, heads that are no whole number of vectors, one and eight
+    /// query heads for a key head, more keys than a kernel takes at once, scores so far apart that early pages lose all
+    /// weight, and a NaN that only later blocks see.
     #[must_use]
     pub fn all() -> Vec<Self> {
         let sizes = [
@@ -31,12 +32,18 @@ impl AttentionCase {
             (Heads { query: 4, kv: 2, dim: 24 }, 2, 5),
             (Heads { query: 2, kv: 2, dim: 5 }, 3, 3),
             (Heads { query: 16, kv: 4, dim: 128 }, 1, 9),
+            (Heads { query: 2, kv: 2, dim: 128 }, 2, 6),
+            (Heads { query: 8, kv: 1, dim: 128 }, 1, 3),
+            (Heads { query: 2, kv: 1, dim: 128 }, 1, 140),
         ];
         let mut cases: Vec<Self> =
             sizes.into_iter().map(|(heads, blocks, pages)| Self::random(heads, blocks, pages, 1.0, |_| {})).collect();
         let heads = Heads { query: 2, kv: 1, dim: 32 };
         cases.push(Self::random(heads, 4, 6, 20.0, |_| {}).named("far apart scores"));
         let poisoned = |pages: &mut [(Vec<f32>, Vec<f32>)]| pages[4].0[7] = f32::NAN;
+        cases.push(Self::random(heads, 4, 6, 1.0, poisoned).named("NaN in page 4"));
+        let heads = Heads { query: 4, kv: 2, dim: 128 };
+        cases.push(Self::random(heads, 4, 6, 20.0, |_| {}).named("far apart scores"));
         cases.push(Self::random(heads, 4, 6, 1.0, poisoned).named("NaN in page 4"));
         cases
     }
