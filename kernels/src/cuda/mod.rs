@@ -9,15 +9,21 @@
 
 mod attention;
 mod device;
+mod experts;
+mod linear;
 mod norm;
 mod route;
 mod sample;
+mod strips;
 
 pub use attention::{Attention, BlockTables, HeadTransform, PagesOfLayer};
 pub use device::{
     Argument, Buffer, CudaError, Device, Event, Graph, Kernel, KernelArgument, LaunchShape, Pinned, Plain, Pointer,
     Properties, Unavailable, argument, device_count,
 };
+pub use experts::{Experts, Slots};
+pub use linear::{Linear, VOCABULARY_TILE};
 pub use norm::{Norm, NormShape, Parts};
 pub use route::{Choices, Router, tiles_max};
 pub use sample::{RowBest, Sampler, TileBest};
+pub use strips::{Format, Relayout, Stored, Strips};

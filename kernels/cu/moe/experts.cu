@@ -1,0 +1,57 @@
+// experts_<width>_<projection>_<format>: one projection of the chosen experts, and of the shared expert beside them.
+//   gate_up   act[s, i] = bf16(bf16(silu(gate_e x[slot_rows[s]])) * (up_e x[slot_rows[s]])); act[slots + r]: the shared one's
+//   down      parts[slot_parts[s]] = down_e act[s]; parts[r * stride + stride - 1]: the shared one's
+// x: [rows, k] bf16.   act: [slots + rows, n / 2] bf16.   parts: [rows * stride, n] bf16.   Rows 16-byte aligned.
+// Weights: strips (common/strips.cuh), expert after expert, gate and up interleaved by eight rows; the shared expert's
+// are bf16. n: a multiple of 16.   k: a multiple of 128.
+// tiles[i]: expert, first slot, slots (1 to 32, `few`, or 64, `many`), 0. Blocks beyond tile_count leave at once.
+// Grid: the shared expert's blocks, then x over the weight rows of each tile.  Block, shared: `Tile` for 99 KiB.
+// Bound by memory with few rows: each weight is read once a tile.
+// Oracle: kernels/src/oracle/experts.rs
+#include "experts.cuh"
+
+namespace {
+
+using SharedTile = Tile<Bf16, 4, 2, 1, 2, 128, 4>;
+
+/// Strips a warp has, so that a stage is about as large for every format.
+template <class F>
+constexpr int STRIPS_OF = F::CODE_BYTES_A_COLUMN > 8 ? 1 : 2;
+template <class F>
+constexpr int DEPTH_OF = F::CODE_BYTES_A_COLUMN > 16 ? 64 : 128;
+
+template <class F>
+struct Few {
+    template <int NT>
+    using Tiles = Fitting<F, 8, 1, STRIPS_OF<F>, NT, DEPTH_OF<F>, 4>;
+};
+template <class F>
+struct Many {
+    template <int NT>
+    using Tiles = Fitting<F, 8, 1, STRIPS_OF<F>, NT, DEPTH_OF<F>, 3>;
+};
+
+}  // namespace
+
+#define EXPERTS(NAME, FORMAT, WIDTH, NT_MAX, PROJECTION)                                                               \
+    extern "C" __global__ void __launch_bounds__(256, NT_MAX > 4 ? 1 : 2)                                              \
+        NAME(bf16 *out, const bf16 *x, const uint8_t *w, uint64_t bytes, const float *scales, const uint8_t *shared_w, \
+             const uint4 *tiles, const uint32_t *tile_count, const uint32_t *slot_rows, const uint32_t *slot_parts,    \
+             int n, int k, int rows, int slots, int stride, int shared_blocks) {                                       \
+        experts<FORMAT, WIDTH<FORMAT>::Tiles, NT_MAX, SharedTile, PROJECTION>(                                         \
+            out, x, Weights{w, bytes, scales}, shared_w, Routes{tiles, tile_count, slot_rows, slot_parts}, n, k, rows, \
+            slots, stride, shared_blocks);                                                                             \
+    }
+#define ALL(SUFFIX, FORMAT)                                                                                            \
+    EXPERTS(experts_few_gate_up_##SUFFIX, FORMAT, Few, 4, GATE_UP)                                                     \
+    EXPERTS(experts_few_down_##SUFFIX, FORMAT, Few, 4, DOWN)                                                           \
+    EXPERTS(experts_many_gate_up_##SUFFIX, FORMAT, Many, 8, GATE_UP)                                                   \
+    EXPERTS(experts_many_down_##SUFFIX, FORMAT, Many, 8, DOWN)
+ALL(bf16, Bf16)
+ALL(int8_32, Int8<32>)
+ALL(int8_64, Int8<64>)
+ALL(int8_128, Int8<128>)
+ALL(int4_32, Int4<32>)
+ALL(int4_64, Int4<64>)
+ALL(int4_128, Int4<128>)
+ALL(nvfp4, Nvfp4)

@@ -1,0 +1,138 @@
+// The two products of the experts as tiles, for experts.cu: what a block does that has a tile of slots, or of the shared
+// expert's rows.
+#pragma once
+
+#include "gemm/finish.cuh"
+#include "gemm/tile.cuh"
+
+/// The weights of all experts, of one projection: expert e's strips at `data + e * bytes`.
+struct Weights {
+    const uint8_t *data;
+    size_t bytes;
+    /// NVFP4's matrix-wide scales, of gate and up `[experts, 2]`, of down `[experts]`.
+    const float *scales;
+};
+
+/// Which slots belong to which expert: kernels/src/cuda/experts.rs, `Routes`.
+struct Routes {
+    const uint4 *tiles;
+    const uint32_t *tile_count, *slot_rows, *slot_parts;
+};
+
+enum Projection { GATE_UP, DOWN };
+
+template <int N>
+struct Count {
+    static constexpr int VALUE = N;
+};
+
+/// Shared memory every block may have on any GPU from Ampere on, less what lists of rows take.
+constexpr int SHARED_MAX = 99 * 1024 - 512;
+
+template <class F, int WM, int WN, int SW, int NT, int DEPTH, int STAGES_MAX>
+struct Fitting {
+    static constexpr int STAGE_BYTES = Tile<F, WM, WN, SW, NT, DEPTH, 2>::STAGE_BYTES;
+    static constexpr int STAGES = SHARED_MAX / STAGE_BYTES < STAGES_MAX ? SHARED_MAX / STAGE_BYTES : STAGES_MAX;
+    static_assert(STAGES >= 2);
+    using Type = Tile<F, WM, WN, SW, NT, DEPTH, STAGES>;
+};
+
+/// The tile of `T::ROWS` weight rows from strip `strip` on and `count` tokens. `rows[t]` (shared memory) are rows of `x`
+/// and `targets[t]` those of `out` once `ready` was called. `n`: weight rows; `out` has n / 2 columns after SwiGLU.
+template <class T, Projection PROJECTION, class READY>
+__device__ __forceinline__ void expert_tile(uint8_t *shared, bf16 *out, const bf16 *x, const uint8_t *w, float upper_scale,
+                                            float lower_scale, int strip, int count, int n, int k, const uint32_t *rows,
+                                            const uint32_t *targets, READY ready) {
+    using F = typename T::F;
+    const size_t strip_bytes = size_t(k) / F::UNIT * F::BYTES;
+    T tile;
+    tile.run(shared, w + strip * strip_bytes, strip_bytes, (n + 15) / 16 - strip, x, rows, count, k, ready);
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    const int row = warp % T::WM * T::SW * 16, t = warp / T::WM * T::NT * 8 + 2 * c;
+    constexpr int WIDTH = PROJECTION == GATE_UP ? T::ROWS / 2 : T::ROWS;
+    static_assert(OutTile<WIDTH>::PITCH * 2 * T::COLS <= T::SHARED_BYTES);
+    OutTile<WIDTH> values{reinterpret_cast<bf16 *>(shared)};
+#pragma unroll
+    for (int s = 0; s < T::SW; ++s) {
+#pragma unroll
+        for (int i = 0; i < T::NT; ++i) {
+            float(&sum)[4] = tile.sum[s][i];
+            if constexpr (F::GLOBAL_SCALE) {
+                sum[0] *= upper_scale, sum[1] *= upper_scale, sum[2] *= lower_scale, sum[3] *= lower_scale;
+            }
+            if constexpr (PROJECTION == GATE_UP) {
+                values.put_gated(sum, row / 2 + g + s * 8, t + i * 8);
+            } else {
+                values.put(sum, row + g + s * 16, t + i * 8);
+            }
+        }
+    }
+    __syncthreads();
+    const int columns = PROJECTION == GATE_UP ? n / 2 : n, column = strip * 16 / (PROJECTION == GATE_UP ? 2 : 1);
+    values.store(out + column, columns, count, columns - column, [&](int token) { return targets[token]; });
+}
+
+/// A block of the kernels in experts.cu. `TILES<NT>::Type`: the tile for up to 8 NT slots; `NT_MAX` the most.
+template <class F, template <int> class TILES, int NT_MAX, class SHARED_TILE, Projection PROJECTION>
+__device__ __forceinline__ void experts(bf16 *out, const bf16 *x, Weights w, const uint8_t *shared_w, Routes routes, int n,
+                                        int k, int rows, int slots, int stride, int shared_blocks) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    constexpr int COLS = 8 * NT_MAX > SHARED_TILE::COLS ? 8 * NT_MAX : SHARED_TILE::COLS;
+    __shared__ uint32_t row_of[COLS], target_of[COLS];
+
+    if (int(blockIdx.x) < shared_blocks) {
+        using T = SHARED_TILE;
+        const int across = (n + T::ROWS - 1) / T::ROWS, first = blockIdx.x / across * T::COLS;
+        const int count = min(rows - first, T::COLS);
+        expert_tile<T, PROJECTION>(shared, out, x, shared_w, 1.0f, 1.0f, blockIdx.x % across * T::STRIPS, count, n, k,
+                                   row_of, target_of, [&] {
+            for (int t = threadIdx.x; t < count; t += T::THREADS) {
+                row_of[t] = PROJECTION == GATE_UP ? first + t : slots + first + t;
+                target_of[t] = PROJECTION == GATE_UP ? slots + first + t : (first + t) * stride + stride - 1;
+            }
+            wait_for_kernel_in_front();
+            allow_kernel_behind();
+        });
+        return;
+    }
+    // The tiles were made two kernels in front of DOWN's, which GATE_UP's waited for before it let DOWN's start.
+    if (PROJECTION == GATE_UP) {
+        wait_for_kernel_in_front();
+        allow_kernel_behind();
+    }
+    using Any = typename TILES<NT_MAX>::Type;
+    const int across = (n + Any::ROWS - 1) / Any::ROWS, block = blockIdx.x - shared_blocks;
+    if (block / across >= int(*routes.tile_count)) {
+        return;
+    }
+    const uint4 slots_of = routes.tiles[block / across];
+    const int first = slots_of.y, count = slots_of.z, strip = block % across * Any::STRIPS;
+    float upper_scale = 1.0f, lower_scale = 1.0f;
+    if constexpr (F::GLOBAL_SCALE) {
+        const int each = PROJECTION == GATE_UP ? 2 : 1;
+        upper_scale = w.scales[slots_of.x * each] * F::FACTOR, lower_scale = w.scales[slots_of.x * each + each - 1] * F::FACTOR;
+    }
+    auto with = [&](auto nt) {
+        using T = typename TILES<decltype(nt)::VALUE>::Type;
+        expert_tile<T, PROJECTION>(shared, out, x, w.data + slots_of.x * w.bytes, upper_scale, lower_scale, strip, count, n,
+                                   k, row_of, target_of, [&] {
+            for (int t = threadIdx.x; t < count; t += T::THREADS) {
+                row_of[t] = PROJECTION == GATE_UP ? routes.slot_rows[first + t] : first + t;
+                target_of[t] = PROJECTION == GATE_UP ? first + t : routes.slot_parts[first + t];
+            }
+            if (PROJECTION == DOWN) {
+                wait_for_kernel_in_front();
+                allow_kernel_behind();
+            }
+        });
+    };
+    if (count <= 8) {
+        with(Count<1>{});
+    } else if (count <= 16) {
+        with(Count<2>{});
+    } else if (NT_MAX <= 4 || count <= 32) {
+        with(Count<4>{});
+    } else {
+        with(Count<NT_MAX>{});
+    }
+}

@@ -1,0 +1,221 @@
+//! The feed-forward of the chosen experts, and of the shared one beside them. `cu/moe`.
+//!
+//! As in [`super::Linear`], few slots and many have kernels of their own, which give the same bits.
+
+use std::collections::BTreeMap;
+
+use half::bf16;
+
+use super::device::{CudaError, Device, LaunchShape, Pointer, argument};
+use super::linear::{Linear, TileKernel};
+use super::route::Choices;
+use super::strips::{Format, Strips};
+
+/// The shared expert's blocks beside the others: weight rows and rows of activations.
+const SHARED_TILE: [usize; 2] = [64, 32];
+/// What tiles.cuh leaves a block of 99 KiB.
+const SHARED_BYTES: u32 = 99 * 1024 - 512;
+/// Slots of a tile.
+const FEW: usize = 32;
+const MANY: usize = 64;
+const WIDE: usize = 128;
+
+/// The kernels of one format.
+#[derive(Clone, Debug)]
+struct OfFormat {
+    few: [TileKernel; 2],
+    many: [TileKernel; 2],
+}
+
+/// The kernels of this family, for the formats of one model.
+#[derive(Clone, Debug)]
+pub struct Experts {
+    linear: Linear,
+    formats: BTreeMap<String, OfFormat>,
+    /// Whether `many` are Hopper's.
+    wide: bool,
+}
+
+/// Which slots there are, and how they are divided: [`super::Router::order`] fills it with tiles of
+/// [`Experts::tile_rows`] slots.
+#[derive(Clone, Copy, Debug)]
+pub struct Slots<'a> {
+    /// In device memory.
+    pub choices: &'a Choices,
+    /// The most tiles there can be: [`super::tiles_max`].
+    pub tiles_max: usize,
+    /// Slots of a tile.
+    pub tile_rows: usize,
+    /// Rows of activations.
+    pub rows: usize,
+    /// Experts a row has: there are `rows` times as many slots.
+    pub experts_per_token: usize,
+}
+
+impl Slots<'_> {
+    /// How many there are.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.rows * self.experts_per_token
+    }
+}
+
+/// Which of the two products.
+#[derive(Clone, Copy)]
+enum Projection {
+    GateUp,
+    Down,
+}
+
+impl Experts {
+    /// Loads the kernels for experts of these formats.
+    pub fn new(device: &Device, formats: &[Format]) -> Result<Self, CudaError> {
+        let wide = device.has_module("experts_sm90a")?;
+        let mut of = BTreeMap::new();
+        for &format in formats {
+            let suffix = format.suffix();
+            let (few_rows, wide_rows) = match format {
+                Format::Bf16 => (128, 256),
+                Format::Int8 { .. } => (128, 128),
+                Format::Int4 { .. } => (256, 128),
+                Format::Nvfp4 => (256, 256),
+            };
+            let any = |width: &str, projection: &str, tokens| {
+                let name = format!("experts_{width}_{projection}_{suffix}");
+                TileKernel::load(device, "experts", &name, [few_rows, tokens], 256, SHARED_BYTES)
+            };
+            let many = |projection: &str| {
+                if !wide {
+                    return any("many", projection, MANY);
+                }
+                let name = format!("experts_wide_{projection}_{suffix}");
+                TileKernel::load(device, "experts_sm90a", &name, [wide_rows, WIDE], 256, 201 * 1024)
+            };
+            let kernels = OfFormat {
+                few: [any("few", "gate_up", FEW)?, any("few", "down", FEW)?],
+                many: [many("gate_up")?, many("down")?],
+            };
+            of.insert(suffix, kernels);
+        }
+        Ok(Self { linear: Linear::new(device)?, formats: of, wide })
+    }
+
+    /// Slots of a tile for `slots` slots of `experts` experts: what the router is to be told.
+    #[must_use]
+    pub fn tile_rows(&self, slots: usize, experts: usize) -> usize {
+        match slots / experts {
+            0..24 => FEW,
+            _ if self.wide => WIDE,
+            _ => MANY,
+        }
+    }
+
+    /// With many rows the shared expert is a product of its own: `super::Linear` has better tiles for it.
+    fn takes_shared_beside(&self, slots: &Slots<'_>) -> bool {
+        slots.tile_rows == FEW
+    }
+
+    /// `act[s] = silu(gate x) * (up x)` for each slot, by its expert, then for each row by the shared expert.
+    /// `x: [rows, K]`, `act: [slots + rows, N / 2]`; without `shared`, only the slots' part is written.
+    ///
+    /// # Safety
+    /// The pointers are of that many elements, aligned to 16 bytes, and do not overlap; `weights` (all experts, as pairs)
+    /// and `shared` (a BF16 pair) are as their fields say; `slots` describes what a router on this device made.
+    pub unsafe fn gate_up(
+        &self,
+        act: Pointer<bf16>,
+        x: Pointer<bf16>,
+        weights: &Strips,
+        shared: Option<&Strips>,
+        slots: &Slots<'_>,
+    ) -> Result<(), CudaError> {
+        let beside = shared.filter(|_| self.takes_shared_beside(slots));
+        // SAFETY: the caller's promise; the shared expert's part of `act` is behind the slots'.
+        unsafe {
+            if let (Some(shared), None) = (shared, beside) {
+                self.linear.gate_up(act.add(slots.count() * weights.rows / 2), x, shared, slots.rows)?;
+            }
+            self.project(Projection::GateUp, act, x, weights, beside, slots, 0)
+        }
+    }
+
+    /// `parts[slot_parts[s]] = down act[s]` for each slot, then `parts[row * stride + stride - 1]` by the shared expert.
+    /// `act` as from [`gate_up`](Self::gate_up); `parts: [rows, stride, N]`.
+    ///
+    /// # Safety
+    /// As [`gate_up`](Self::gate_up), which was the last kernel that was queued.
+    pub unsafe fn down(
+        &self,
+        parts: Pointer<bf16>,
+        act: Pointer<bf16>,
+        weights: &Strips,
+        shared: Option<&Strips>,
+        slots: &Slots<'_>,
+        stride: usize,
+    ) -> Result<(), CudaError> {
+        let beside = shared.filter(|_| self.takes_shared_beside(slots));
+        // SAFETY: the caller's promise; the shared expert's rows of `parts` are each row's last.
+        unsafe {
+            self.project(Projection::Down, parts, act, weights, beside, slots, stride)?;
+            match (shared, beside) {
+                (Some(shared), None) => {
+                    let (n, act) = (weights.rows, act.add(slots.count() * weights.cols));
+                    self.linear.bf16_apart(parts.add((stride - 1) * n), act, shared, slots.rows, stride * n)
+                }
+                _ => Ok(()),
+            }
+        }
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "the parameters of the kernels")]
+    unsafe fn project(
+        &self,
+        projection: Projection,
+        out: Pointer<bf16>,
+        x: Pointer<bf16>,
+        weights: &Strips,
+        beside: Option<&Strips>,
+        slots: &Slots<'_>,
+        stride: usize,
+    ) -> Result<(), CudaError> {
+        let of_format = self.formats.get(&weights.format.suffix()).ok_or_else(|| CudaError::Unsupported {
+            operation: "experts",
+            what: format!("{:?}, which was not loaded", weights.format),
+        })?;
+        let few = slots.tile_rows == FEW;
+        let with = &(if few { &of_format.few } else { &of_format.many })[projection as usize];
+        let shared_blocks =
+            beside.map_or(0, |shared| shared.rows.div_ceil(SHARED_TILE[0]) * slots.rows.div_ceil(SHARED_TILE[1]));
+        let blocks = weights.rows.div_ceil(with.rows) * slots.tiles_max + shared_blocks;
+        let shape = LaunchShape::new([blocks as u32, 1, 1], with.threads).shared(with.shared_bytes).overlapping();
+        let bytes = weights.format.matrix_bytes(weights.rows, weights.cols) as u64;
+        let shared_data = beside.map_or(Pointer::null(), |shared| shared.data);
+        let numbers = [weights.rows, weights.cols, slots.rows, slots.count(), stride, shared_blocks];
+        let numbers = numbers.map(|number| number as i32);
+        let choices = slots.choices;
+        let (out, x, data, scales) =
+            (argument(&out), argument(&x), argument(&weights.data), argument(&weights.global_scales));
+        let tiles = [
+            argument(&choices.tiles),
+            argument(&choices.tile_count),
+            argument(&choices.slot_rows),
+            argument(&choices.slot_parts),
+        ];
+        let (bytes, shared_data) = (argument(&bytes), argument(&shared_data));
+        let number = |index: usize| argument(&numbers[index]);
+        // SAFETY: the parameters of the sources; the kernels wait; the rest is the caller's promise.
+        unsafe {
+            if few || !self.wide {
+                let [a, b, c, d] = tiles;
+                let [n, k, rows, count, stride, blocks] = std::array::from_fn(number);
+                with.kernel.launch(
+                    shape,
+                    &[out, x, data, bytes, scales, shared_data, a, b, c, d, n, k, rows, count, stride, blocks],
+                )
+            } else {
+                let [a, b, c, d] = tiles;
+                with.kernel.launch(shape, &[out, x, data, bytes, scales, a, b, c, d, number(0), number(1)])
+            }
+        }
+    }
+}
