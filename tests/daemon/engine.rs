@@ -53,7 +53,15 @@ fn tasks(seed: u64, count: usize) -> Vec<Task> {
             }
             let max_new = [1, 31, 32, 33, 64, 70][dice.roll(6)];
             let cache = if dice.roll(5) == 0 { Access::Private } else { Access::Shared };
-            Task { prompt, max_new, options, seed: index as u64, stop_ids: Arc::from([481, 489]), cache }
+            Task {
+                prompt,
+                max_new,
+                options,
+                seed: index as u64,
+                stop_ids: Arc::from([481, 489]),
+                cache,
+                language: None,
+            }
         })
         .collect()
 }
@@ -214,6 +222,7 @@ fn choices_read_their_prompt_once_and_equal_their_solo_answers() {
             seed: 40 + index,
             stop_ids: Arc::from([481]),
             cache,
+            language: None,
         };
         let solo: Vec<_> = (0..6)
             .map(|index| {

@@ -143,6 +143,7 @@ fn ask(
         seed: session.default_seed.unwrap_or(0),
         stop_ids: session.stop_ids(),
         cache: Access::Shared,
+        language: None,
     };
     let outcome = runner.run(task, &mut |_| ControlFlow::Continue(()))?;
     let visible = match outcome.tokens.split_last() {

@@ -11,8 +11,8 @@ use minnow_common::BLOCK;
 use thiserror::Error;
 
 use super::{
-    BlockDecoder, BlockError, KeyedUniforms, Next, OptionError, Options, SpecialIds, StepError, StepRecord, StepView,
-    Uniforms,
+    BlockDecoder, BlockError, KeyedUniforms, Language, Next, OptionError, Options, SpecialIds, StepError, StepRecord,
+    StepView, Uniforms,
 };
 
 /// The state of one request, from its prompt to its last token.
@@ -30,6 +30,8 @@ pub struct Generation {
     stop_ids: Vec<u32>,
     options: Options,
     special: SpecialIds,
+    /// What the output must stay in, at the end of the finished blocks.
+    language: Option<Box<dyn Language>>,
     phase: Phase,
     /// What the last forward of the last refined block saw.
     staged: Vec<u32>,
@@ -133,6 +135,8 @@ pub struct RefinedBlock {
     pub escapes: usize,
     /// Whether the step limit ended it before it had settled.
     pub is_forced: bool,
+    /// Tokens that a language left no choice about.
+    pub determined: usize,
 }
 
 /// A block that became final.
@@ -239,11 +243,23 @@ impl Generation {
             stop_ids: stop_ids.to_vec(),
             options,
             special,
+            language: None,
             phase: Phase::Prefill,
             staged: Vec::new(),
         };
         generation.leave_prefill();
         Ok(generation)
+    }
+
+    /// The same request, with an output in `language`, which stands at its beginning. Only before the first forward.
+    #[must_use]
+    pub fn within(mut self, language: Box<dyn Language>) -> Self {
+        self.language = Some(language);
+        if matches!(self.phase, Phase::Refine(..)) {
+            let started = self.start_block();
+            debug_assert_eq!(started, Ok(()));
+        }
+        self
     }
 
     /// What to do next.
@@ -298,6 +314,7 @@ impl Generation {
         block.splits += record.splits.len();
         block.escapes += record.escapes.len();
         block.is_forced |= record.is_forced;
+        block.determined += record.determined;
         let block = *block;
         let finished = match decoder.next() {
             Next::Forward { .. } => None,
@@ -310,6 +327,9 @@ impl Generation {
                     return Err(GenerationError::Unpublishable { start, index, name });
                 }
                 self.staged.clone_from(&record.input);
+                if let Phase::Refine(decoder, _) = std::mem::replace(&mut self.phase, Phase::Commit) {
+                    self.language = decoder.into_language();
+                }
                 Some(self.finish_block(start, &tokens))
             }
         };
@@ -400,8 +420,13 @@ impl Generation {
         let start = self.committed;
         let mut tokens = self.sequence[start..].to_vec();
         tokens.resize(BLOCK, self.special.mask);
-        let decoder = BlockDecoder::new(tokens, self.options, self.special)
-            .map_err(|source| GenerationError::Block { start, source })?;
+        let decoder = match &self.language {
+            None => BlockDecoder::new(tokens, self.options, self.special),
+            Some(language) => {
+                BlockDecoder::within(tokens, self.options, self.special, language.clone(), &self.stop_ids)
+            }
+        };
+        let decoder = decoder.map_err(|source| GenerationError::Block { start, source })?;
         self.phase = Phase::Refine(Box::new(decoder), RefinedBlock { start, ..RefinedBlock::default() });
         Ok(())
     }

@@ -9,7 +9,9 @@
 //! decoder computes itself from logits is f64.
 
 mod candidates;
+mod constrained;
 mod generation;
+mod language;
 mod options;
 mod sampling;
 mod uniforms;
@@ -23,6 +25,7 @@ pub use candidates::{Candidate, Candidates};
 pub use generation::{
     Action, CommitKind, FinishReason, FinishedBlock, Generation, GenerationError, PromptError, RefinedBlock, Refinement,
 };
+pub use language::{Language, LanguageError, TokenSet};
 pub use options::{Algorithm, AntiLoop, OnLimit, OptionError, Options, Preset};
 pub use sampling::{Drawn, draw};
 pub use uniforms::{Draw, KeyedUniforms, Purpose, Uniforms};
@@ -91,6 +94,7 @@ enum Machine {
     V20(v20::Scheduled),
     V21(v21::Edited),
     V22(v22::Joint),
+    Constrained(constrained::Constrained),
 }
 
 /// Where a block stands between two steps.
@@ -158,6 +162,8 @@ pub struct StepRecord {
     pub deletes: Vec<usize>,
     /// Positions where SPLIT was written.
     pub splits: Vec<usize>,
+    /// How many tokens a language left no choice about.
+    pub determined: usize,
     /// The block after structural edits: the next step's input, or the result.
     pub output: Vec<u32>,
 }
@@ -194,9 +200,18 @@ pub enum StepError {
         /// Positions in the view.
         found: usize,
     },
-    /// Sampling needs logits.
-    #[error("sampling needs logits, but only candidates were given")]
+    /// Sampling and languages need logits.
+    #[error("logits are needed, but only candidates were given")]
     NeedsLogits,
+    /// The language says nothing about how to go on.
+    #[error("the output's grammar allows no token at position {position}")]
+    NothingAllowed {
+        /// Index in the block.
+        position: usize,
+    },
+    /// The language could not be followed.
+    #[error(transparent)]
+    Language(#[from] LanguageError),
     /// The model produced NaN or infinities.
     #[error("position {position} has no finite confidence")]
     NotFinite {
@@ -209,6 +224,33 @@ impl BlockDecoder {
     /// Starts a block of `tokens`: MASK where something is wanted, given tokens elsewhere. `steps` of 0 is accepted
     /// here (no schedule at all), though [`Options::check`] refuses it.
     pub fn new(tokens: Vec<u32>, options: Options, special: SpecialIds) -> Result<Self, BlockError> {
+        Self::started(tokens, options, special, |block| match options.algorithm {
+            Algorithm::V20 => Machine::V20(v20::Scheduled),
+            Algorithm::V21 => Machine::V21(v21::Edited::new(block)),
+            Algorithm::V22 => Machine::V22(v22::Joint::new(block)),
+        })
+    }
+
+    /// Starts a block whose wanted tokens go on in `language`, whatever the algorithm; it ends with any of `stop_ids`.
+    /// Given tokens must come first, and are not of the language.
+    pub fn within(
+        tokens: Vec<u32>,
+        options: Options,
+        special: SpecialIds,
+        language: Box<dyn Language>,
+        stop_ids: &[u32],
+    ) -> Result<Self, BlockError> {
+        Self::started(tokens, options, special, |block| {
+            Machine::Constrained(constrained::Constrained::new(block, language, stop_ids))
+        })
+    }
+
+    fn started(
+        tokens: Vec<u32>,
+        options: Options,
+        special: SpecialIds,
+        machine: impl FnOnce(&Block) -> Machine,
+    ) -> Result<Self, BlockError> {
         options.check_numbers()?;
         if let Some(index) = tokens.iter().position(|&token| special.is_edit(token)) {
             let token = tokens[index];
@@ -216,11 +258,7 @@ impl BlockDecoder {
         }
         let given = tokens.iter().map(|&token| token != special.mask).collect();
         let block = Block { tokens, given, options, special, steps: 0 };
-        let mut machine = match options.algorithm {
-            Algorithm::V20 => Machine::V20(v20::Scheduled),
-            Algorithm::V21 => Machine::V21(v21::Edited::new(&block)),
-            Algorithm::V22 => Machine::V22(v22::Joint::new(&block)),
-        };
+        let mut machine = machine(&block);
         let status = machine.head(&block);
         Ok(Self { block, machine, status })
     }
@@ -238,7 +276,15 @@ impl BlockDecoder {
     /// Whether steps need logits rather than candidates.
     #[must_use]
     pub fn needs_logits(&self) -> bool {
-        self.block.options.temperature > 0.0
+        self.block.options.temperature > 0.0 || matches!(self.machine, Machine::Constrained(_))
+    }
+
+    /// The language at the end of the block, if it had to stay in one.
+    pub(super) fn into_language(self) -> Option<Box<dyn Language>> {
+        match self.machine {
+            Machine::Constrained(machine) => Some(machine.into_language()),
+            _ => None,
+        }
     }
 
     /// Current tokens; final once [`next`](Self::next) says so.
@@ -259,11 +305,15 @@ impl BlockDecoder {
         if self.status != Status::Running {
             return Err(StepError::Ended);
         }
+        if self.needs_logits() && matches!(view, StepView::Candidates(_)) {
+            return Err(StepError::NeedsLogits);
+        }
         let scores = Scores::new(view, &self.block)?;
         let record = match &mut self.machine {
             Machine::V20(machine) => machine.step(&mut self.block, &scores, uniforms),
             Machine::V21(machine) => machine.step(&mut self.block, &scores, uniforms),
             Machine::V22(machine) => machine.step(&mut self.block, &scores, uniforms),
+            Machine::Constrained(machine) => machine.step(&mut self.block, &scores, uniforms)?,
         };
         self.block.steps += 1;
         self.status = if self.machine.is_settled() { Status::Done } else { self.machine.head(&self.block) };
@@ -275,7 +325,7 @@ impl Machine {
     /// Whether the last step ended the block.
     fn is_settled(&self) -> bool {
         match self {
-            Self::V20(_) => false,
+            Self::V20(_) | Self::Constrained(_) => false,
             Self::V21(machine) => machine.is_settled(),
             Self::V22(machine) => machine.is_settled(),
         }
@@ -287,6 +337,7 @@ impl Machine {
             Self::V20(machine) => machine.head(block),
             Self::V21(machine) => machine.head(block),
             Self::V22(machine) => machine.head(block),
+            Self::Constrained(machine) => machine.head(block),
         }
     }
 }

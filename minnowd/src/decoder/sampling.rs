@@ -1,6 +1,7 @@
 //! What the algorithms share: candidates of a step, drawing a token, and choosing the most confident positions.
 
 use super::candidates::{Ranking, Scored};
+use super::language::TokenSet;
 use super::{Block, Draw, Options, Purpose, StepError, StepView, Uniforms};
 
 /// A drawn token with both notions of confidence.
@@ -22,8 +23,13 @@ pub struct Drawn {
 /// which the summed probability exceeds `u` of the whole. Temperature 0 takes the best token and ignores the filters.
 #[must_use]
 pub fn draw(row: &[f32], options: &Options, banned: &[u32], u: f64) -> Drawn {
+    draw_among(row, options, u, |id| !banned.contains(&id))
+}
+
+/// [`draw`], with everything left out that is not `allowed`.
+fn draw_among(row: &[f32], options: &Options, u: f64, allowed: impl Fn(u32) -> bool) -> Drawn {
     #[expect(clippy::cast_possible_truncation, reason = "token ids are u32")]
-    let ids: Vec<u32> = (0..row.len() as u32).filter(|id| !banned.contains(id)).collect();
+    let ids: Vec<u32> = (0..row.len() as u32).filter(|&id| allowed(id)).collect();
     let top = ids.iter().fold(f32::NEG_INFINITY, |top, &id| top.max(row[id as usize]));
     let offset = |id: u32| f64::from(row[id as usize]) - f64::from(top);
     let plain_total: f64 = ids.iter().map(|&id| offset(id).exp()).sum();
@@ -123,7 +129,6 @@ impl<'a> Scores<'a> {
         let expected = block.tokens.len();
         let positions = |found| if found == expected { Ok(()) } else { Err(StepError::Positions { expected, found }) };
         let (rankings, logits) = match *view {
-            StepView::Candidates(_) if block.options.temperature > 0.0 => return Err(StepError::NeedsLogits),
             StepView::Candidates(candidates) => {
                 positions(candidates.len())?;
                 (candidates.iter().copied().map(Ranking::from).collect::<Vec<_>>(), None)
@@ -151,6 +156,39 @@ impl<'a> Scores<'a> {
     /// The best token at a position that is not banned; at most three are.
     pub(super) fn best_except(&self, position: usize, banned: &[u32]) -> u32 {
         self.rankings[position].best_except(banned).token
+    }
+
+    /// The candidate at a position that stands there if nobody objects: the best token that is not banned.
+    pub(super) fn proposal(&self, position: usize, banned: &[u32]) -> Scored {
+        self.rankings[position].best_except(banned)
+    }
+
+    /// A token at a position among `allowed`, drawn by the request's temperature and filters, the best one at
+    /// temperature 0; its confidence is its probability among all tokens. `None` if nothing is allowed, or without
+    /// logits.
+    pub(super) fn choose(
+        &self,
+        position: usize,
+        allowed: &TokenSet,
+        banned: &[u32],
+        uniforms: &mut dyn Uniforms,
+    ) -> Option<Scored> {
+        let (values, vocab) = self.logits?;
+        let row = &values[position * vocab..][..vocab];
+        let best = self.proposal(position, banned);
+        let token = if self.options.temperature > 0.0 {
+            let u = uniforms.uniform(Draw { purpose: Purpose::Sample, step: self.steps, position });
+            draw_among(row, &self.options, u, |id| allowed.contains(id)).token
+        } else if allowed.contains(best.token) {
+            best.token
+        } else {
+            #[expect(clippy::cast_possible_truncation, reason = "token ids are u32")]
+            let ids = (0..vocab as u32).filter(|&id| allowed.contains(id));
+            ids.min_by(|&a, &b| descending(row, a, b))?
+        };
+        let offset = f64::from(row[token as usize]) - f64::from(row[self.greedy(position).token as usize]);
+        let confidence = self.greedy(position).confidence * offset.exp();
+        allowed.contains(token).then_some(Scored { token, confidence })
     }
 
     /// A token at a position, drawn by the request's temperature and filters with `banned` left out; the best one at

@@ -116,7 +116,7 @@ impl Joint {
         let is_stable = output == input && !output.contains(&special.mask);
         self.is_settled = is_forced || is_stable;
         let is_forced = is_forced && !is_stable;
-        StepRecord { input, m2t, t2t, is_final, is_forced, escapes, written, deletes, splits, output }
+        StepRecord { input, m2t, t2t, is_final, is_forced, escapes, written, deletes, splits, determined: 0, output }
     }
 
     /// While the block as written was there before, changes one position of those that this step changed. Returns the

@@ -137,6 +137,10 @@ pub struct JobStats {
     pub reused_commits: usize,
     /// Transformer input positions in all.
     pub processed_tokens: usize,
+    /// Refinement forwards of an output that had to stay in a language: all of them, or none.
+    pub constrained_forwards: usize,
+    /// Tokens that the language left no choice about.
+    pub determined_tokens: usize,
     /// Blocks that the step limit ended before they had settled.
     pub forced_blocks: usize,
     /// Time spent looking for known blocks and taking them over.

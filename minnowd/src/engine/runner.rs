@@ -16,7 +16,9 @@ use minnow_common::BLOCK;
 
 use super::job::{BlockStats, JobError, JobStats};
 use crate::cache::{Access, BlockTokens, CacheStats, Found, PageId, PrefixCache, Sequence};
-use crate::decoder::{Action, CommitKind, FinishReason, Generation, GenerationError, Options, SpecialIds, StepView};
+use crate::decoder::{
+    Action, CommitKind, FinishReason, Generation, GenerationError, Language, Options, SpecialIds, StepView,
+};
 use crate::model::{Backend, Batch, ModelError, Need, Output, Segment};
 use crate::persist::{LoadReport, Loader};
 pub use crate::scheduler::{Limits, RequestId};
@@ -50,6 +52,8 @@ pub struct Task {
     pub stop_ids: Arc<[u32]>,
     /// Whether blocks of others may be reused, and these be offered to others.
     pub cache: Access,
+    /// What the output must stay in, at its beginning; `None` is anything.
+    pub language: Option<Box<dyn Language>>,
 }
 
 /// Something that happened to a request.
@@ -259,6 +263,10 @@ impl Runner {
         }
         let generation = Generation::new(&task.prompt, task.max_new, &task.stop_ids, task.options, self.special)
             .map_err(|error| JobError::Invalid(error.to_string()))?;
+        let generation = match &task.language {
+            Some(language) => generation.within(language.clone()),
+            None => generation,
+        };
         let needed = generation.end_max() / BLOCK;
         if needed > self.cache.page_count() {
             return Err(JobError::Capacity { needed, free: self.cache.page_count() });
@@ -648,6 +656,7 @@ impl Request {
             Output::Nothing => return Err(JobError::Model("the backend gave no output".to_owned())),
         }?;
         self.stats.denoise_forwards += 1;
+        self.stats.constrained_forwards += usize::from(self.task.language.is_some());
         self.stats.decode = refining_since.elapsed();
         // A partial last block of the prompt is read by the forward that first refines it.
         self.read(id, self.task.prompt.len(), reports);
@@ -666,6 +675,7 @@ impl Request {
         self.stats.token_edits += refinement.block.token_edits;
         self.stats.deletes += refinement.block.deletes;
         self.stats.splits += refinement.block.splits;
+        self.stats.determined_tokens += refinement.block.determined;
         self.stats.forced_blocks += usize::from(refinement.block.is_forced);
         self.stats.blocks.push(block);
         let tokens = self.generation.completion()[finished.added].to_vec();

@@ -89,6 +89,8 @@ impl Heading {
             "commit_forwards": stats.commit_forwards,
             "reused_commits": stats.reused_commits,
             "tokens_per_forward": stats.tokens_per_forward(),
+            "constrained_forwards": stats.constrained_forwards,
+            "determined_tokens": stats.determined_tokens,
             "forced_blocks": stats.forced_blocks,
             "token_edits": stats.token_edits,
             "deletes": stats.deletes,

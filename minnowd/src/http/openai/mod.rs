@@ -110,7 +110,7 @@ impl Draft {
         };
         let (options, stop_ids, cache) = (settings.options, session.stop_ids(), settings.cache);
         let order = Order {
-            task: Task { prompt, max_new, options, seed, stop_ids, cache },
+            task: Task { prompt, max_new, options, seed, stop_ids, cache, language: None },
             text,
             wants_progress: settings.wants_progress(),
             settings: described,
