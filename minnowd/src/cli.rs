@@ -199,9 +199,33 @@ struct GenerateArgs {
     /// A system message before the prompt
     #[arg(long, value_name = "TEXT", conflicts_with = "raw")]
     system: Option<String>,
+    #[command(flatten)]
+    form: FormArgs,
     /// Print one JSON object with the text, the ids and the statistics
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Debug, Args)]
+#[group(multiple = false)]
+struct FormArgs {
+    /// Answer with JSON that fits the schema in this file
+    #[arg(long, value_name = "FILE")]
+    json_schema: Option<PathBuf>,
+    /// Answer with a match of this regular expression
+    #[arg(long, value_name = "PATTERN")]
+    regex: Option<String>,
+    /// Answer within the Lark grammar in this file (llguidance's dialect)
+    #[arg(long, value_name = "FILE")]
+    grammar: Option<PathBuf>,
+}
+
+impl FormArgs {
+    fn form(self) -> Option<commands::generate::Form> {
+        let schema = self.json_schema.map(commands::generate::Form::JsonSchema);
+        let regex = self.regex.map(commands::generate::Form::Regex);
+        schema.or(regex).or(self.grammar.map(commands::generate::Form::Grammar))
+    }
 }
 
 #[derive(Debug, Args)]
@@ -279,8 +303,9 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
     match command {
         Command::Serve(args) => commands::serve::run(args.into_config()?),
         Command::Generate(args) => {
-            let GenerateArgs { model, decoding, prompt, max_tokens, raw, system, json } = args;
-            let request = commands::generate::Request { prompt, system, raw, max_tokens, json };
+            let GenerateArgs { model, decoding, prompt, max_tokens, raw, system, form, json } = args;
+            let form = form.form();
+            let request = commands::generate::Request { prompt, system, raw, max_tokens, form, json };
             commands::generate::run(&model.into_source()?, &decoding.into_defaults()?, request)
         }
         Command::Eval(args) => {

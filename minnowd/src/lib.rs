@@ -10,6 +10,7 @@ pub mod config;
 pub mod decoder;
 pub mod demo;
 pub mod engine;
+pub mod grammar;
 pub mod http;
 pub mod model;
 pub mod persist;

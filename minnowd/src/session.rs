@@ -15,6 +15,7 @@ use crate::decoder::{Algorithm, Options};
 use crate::demo;
 use crate::engine::QueueLimits;
 use crate::engine::runner::{Limits, Runner};
+use crate::grammar::Grammars;
 use crate::model::Backend;
 use crate::model::cpu::Cpu;
 use crate::model::reference::Reference;
@@ -43,6 +44,8 @@ pub struct Session {
     pub template: Arc<Template>,
     /// Its tokens with a meaning.
     pub special: SpecialTokens,
+    /// Makes the languages that outputs can be held to.
+    pub grammars: Grammars,
     /// Positions a request may use, prompt and output together.
     pub context: usize,
     /// Decoding options where a request does not say.
@@ -223,15 +226,18 @@ impl Opened {
             SpecialTokens::resolve(config, generation_config, &tokenizer).with_context(|| self.name.clone())?;
         let template =
             Template::new(required("chat_template.jinja")?, &tokenizer).with_context(|| self.name.clone())?;
+        let tokenizer = Arc::new(tokenizer);
+        let grammars = Grammars::new(Arc::clone(&tokenizer), config.vocab_size, special.clone());
         let native = native_algorithm(config, &special);
         let default_options = decoding.options(native)?;
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Ok(Session {
             model_id: self.name.clone(),
             config: config.clone(),
-            tokenizer: Arc::new(tokenizer),
+            tokenizer,
             template: Arc::new(template),
             special,
+            grammars,
             context: self.context(source)?,
             default_options,
             default_max_tokens: None,

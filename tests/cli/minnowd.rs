@@ -43,6 +43,7 @@ fn bad_flags_are_usage_errors_that_name_flag_and_value() {
         ("serve --io floppy", &["--io", "floppy"]),
         ("generate", &["<PROMPT>"]),
         ("generate hi --raw --system x", &["--raw", "--system"]),
+        ("generate hi --regex x --grammar y", &["--regex", "--grammar"]),
         ("eval", &["--data"]),
         ("eval --data x --every 0", &["--every", "0"]),
     ] {
@@ -90,4 +91,18 @@ fn a_port_in_use_is_said_at_once() {
     let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = taken.local_addr().expect("an address").to_string();
     refused(&["serve", "--listen", &address], 1, &["--listen", &address, "in use"]);
+}
+
+#[test]
+fn an_output_is_held_to_a_schema_and_an_unusable_one_is_refused() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (good, bad) = (folder.path().join("good.json"), folder.path().join("bad.json"));
+    std::fs::write(&good, r#"{"type":"array","items":{"enum":[1,2,3]},"minItems":2,"maxItems":4}"#).expect("written");
+    std::fs::write(&bad, r#"{"properties":{"a":{"not":{}}}}"#).expect("written");
+    let output = program::minnowd(&["generate", "What is 2 + 2?", "--max-tokens", "200", "--json-schema", text(&good)]);
+    let list: Vec<u8> = serde_json::from_str(&program::stdout(&output)).expect("a list");
+    assert!((2..=4).contains(&list.len()) && list.iter().all(|item| (1..=3).contains(item)), "{list:?}");
+    refused(&["generate", "x", "--json-schema", text(&bad)], 1, &["--json-schema", "properties.a.not"]);
+    refused(&["generate", "x", "--json-schema", "/nowhere"], 1, &["--json-schema", "/nowhere"]);
+    refused(&["generate", "x", "--regex", "("], 1, &["--regex"]);
 }

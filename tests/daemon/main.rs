@@ -5,6 +5,7 @@ mod clients;
 mod decoder;
 mod engine;
 mod exam;
+mod grammar;
 mod http;
 mod model;
 mod text;

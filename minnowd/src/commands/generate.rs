@@ -2,6 +2,7 @@
 
 use std::io::{Read, Write};
 use std::ops::ControlFlow;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -10,6 +11,7 @@ use serde_json::{Value, json};
 use crate::cache::Access;
 use crate::config::{DecodingDefaults, ModelSource};
 use crate::engine::runner::{Progress, Task};
+use crate::grammar::Grammar;
 use crate::session::Loaded;
 use crate::text::{Delta, OutputText};
 
@@ -24,8 +26,45 @@ pub struct Request {
     pub raw: bool,
     /// Output limit; `None` is what the context leaves.
     pub max_tokens: Option<usize>,
+    /// What the output must look like; `None` is anything.
+    pub form: Option<Form>,
     /// Print one JSON object instead of the text.
     pub json: bool,
+}
+
+/// What an output must look like.
+#[derive(Clone, Debug)]
+pub enum Form {
+    /// JSON that fits the schema in this file.
+    JsonSchema(PathBuf),
+    /// A match of this regular expression.
+    Regex(String),
+    /// A sentence of the Lark grammar in this file.
+    Grammar(PathBuf),
+}
+
+impl Form {
+    /// The grammar, with its flag in errors.
+    fn grammar(&self) -> anyhow::Result<Grammar> {
+        let read = |path: &PathBuf| std::fs::read_to_string(path).with_context(|| path.display().to_string());
+        Ok(match self {
+            Self::JsonSchema(path) => {
+                let schema = serde_json::from_str(&read(path)?).with_context(|| path.display().to_string())?;
+                Grammar::Json(schema)
+            }
+            Self::Regex(pattern) => Grammar::Regex(pattern.clone()),
+            Self::Grammar(path) => Grammar::Lark(read(path)?),
+        })
+    }
+
+    /// The flag that says so.
+    fn flag(&self) -> &'static str {
+        match self {
+            Self::JsonSchema(_) => "--json-schema",
+            Self::Regex(_) => "--regex",
+            Self::Grammar(_) => "--grammar",
+        }
+    }
 }
 
 /// Answers and prints.
@@ -35,7 +74,15 @@ pub fn run(source: &ModelSource, decoding: &DecodingDefaults, request: Request) 
         prompt.clear();
         std::io::stdin().read_to_string(&mut prompt).context("standard input")?;
     }
+    let form = match &request.form {
+        Some(form) => Some((form.grammar().context(form.flag())?, form.flag())),
+        None => None,
+    };
     let Loaded { session, mut runner } = Loaded::open(source, decoding, 1)?;
+    let language = match form {
+        Some((grammar, flag)) => Some(session.grammars.compile(&grammar).context(flag)?),
+        None => None,
+    };
     let ids = if request.raw {
         session.encode_raw(&prompt)?
     } else {
@@ -51,6 +98,7 @@ pub fn run(source: &ModelSource, decoding: &DecodingDefaults, request: Request) 
         seed: session.default_seed.unwrap_or_else(|| fastrand::u64(..)),
         stop_ids: session.stop_ids(),
         cache: Access::Shared,
+        language,
     };
     let mut output = OutputText::plain(&session.tokenizer, &[]).ending_at(&task.stop_ids);
     let mut printer = Printer { text: String::new(), is_silent: request.json };
@@ -80,6 +128,8 @@ pub fn run(source: &ModelSource, decoding: &DecodingDefaults, request: Request) 
                 "reused_commits": stats.reused_commits,
                 "cached_tokens": stats.cached_tokens,
                 "tokens_per_forward": stats.tokens_per_forward(),
+                "constrained_forwards": stats.constrained_forwards,
+                "determined_tokens": stats.determined_tokens,
                 "forced_blocks": stats.forced_blocks,
                 "token_edits": stats.token_edits,
                 "deletes": stats.deletes,

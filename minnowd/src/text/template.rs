@@ -170,7 +170,7 @@ impl Template {
 
 impl Dialect {
     /// The control tokens of [`Dialect::Sections`].
-    pub(super) const SECTION_MARKERS: [&'static str; 5] = [
+    pub(crate) const SECTION_MARKERS: [&'static str; 5] = [
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_end|>",
         "<|tool_call_begin|>",
@@ -178,7 +178,7 @@ impl Dialect {
         "<|tool_call_end|>",
     ];
     /// The tags of [`Dialect::Tagged`], which a tokenizer may or may not know as a token each.
-    pub(super) const TAGS: [&'static str; 2] = ["<tool_call>", "</tool_call>"];
+    pub(crate) const TAGS: [&'static str; 2] = ["<tool_call>", "</tool_call>"];
 
     /// How a model begins a call, to be put at the end of a prompt when it must make one: of the function `name`, or of
     /// any. `calls_before` counts the calls of the conversation so far, which LLaDA2.2 numbers.
