@@ -73,6 +73,12 @@ impl<'a> WeightMatrix<'a> {
         self.global_scale
     }
 
+    /// The same codes and scales without the matrix-wide scale.
+    #[must_use]
+    pub fn without_global_scale(&self) -> Self {
+        Self { global_scale: 1.0, ..*self }
+    }
+
     /// The stored elements or codes.
     #[must_use]
     pub fn data(&self) -> &'a [u8] {

@@ -6,13 +6,13 @@
 //! | decode | stored weights to f32, bit-exact | [`codec::decode_rows`] | `cpu::decode` |
 //! | RMS norm | `x / sqrt(mean(x^2) + eps) * weight`, row by row | [`oracle::rms_norm`] | [`cpu::rms_norm`] |
 //! | rotary tables | cosines and sines of `f32(position) * inv_freq` | [`oracle::rope_tables`] | the oracle |
-//! | rotation | half rotation of the leading dimensions of a head | [`oracle::rotate`] | the oracle |
+//! | rotation | half rotation of the leading dimensions of a head | [`oracle::rotate`] | with the head's norm: [`cpu::prepare_heads`] |
 //! | linear | `out[r, n] = sum over k of x[r, k] w[n, k]` | [`oracle::linear`] | [`cpu::linear`] |
-//! | attention | softmax over all keys up to the end of the query's block | [`oracle::attention`] | [`cpu::attention`] |
+//! | attention | softmax over all keys up to the end of the query's block | [`oracle::attention`] | [`cpu::attention`], [`cpu::attend`] |
 //! | SwiGLU | `silu(gate) * up` | [`oracle::swiglu`] | [`cpu::swiglu`] |
 //! | feed-forward | `down(silu(gate(x)) * up(x))` | [`oracle::feed_forward`] | [`cpu::feed_forward`] |
-//! | scores | `sigmoid` of router logits | [`oracle::sigmoid`] | the oracle |
-//! | router | expert ids and weights from scores | [`oracle::route`] | the oracle |
+//! | scores | `sigmoid` of router logits | [`oracle::sigmoid`] | [`cpu::sigmoid`] |
+//! | router | expert ids and weights from scores | [`oracle::route`] | [`cpu::route`] |
 //! | experts | weighted sum of the chosen experts' feed-forward | [`oracle::experts`] | [`cpu::experts`] |
 //! | candidates | the four best tokens of a row of logits | [`oracle::candidates`] | [`cpu::candidates`], fused with the head: [`cpu::head_candidates`] |
 //!

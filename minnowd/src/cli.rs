@@ -6,15 +6,18 @@ use std::time::Duration;
 
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use minnow_common::BLOCK;
 use minnow_formats::io::IoBackend;
 use minnow_kernels::cpu::Isa;
 
 use crate::commands;
+use crate::commands::bench::{Measure, Subject};
 use crate::config::{
     DecodingDefaults, Device, KeptPrefixes, ListenAddress, ModelSource, ServeConfig, UsageError, VerifyPayload,
 };
 use crate::decoder::{Algorithm, Preset};
 use crate::engine::QueueLimits;
+use crate::model::Need;
 
 /// Serves LLaDA2.x block-diffusion language models over an OpenAI-compatible API.
 #[derive(Debug, Parser)]
@@ -34,6 +37,8 @@ enum Command {
     Eval(EvalArgs),
     /// Compare this backend with the reference, layer by layer
     Verify(VerifyArgs),
+    /// Measure how fast a model runs here, beside what this machine can do at best
+    Bench(BenchArgs),
 }
 
 /// Which model, on what.
@@ -51,9 +56,12 @@ struct ModelArgs {
     /// Threads that compute; default: one for each physical core
     #[arg(long, value_name = "N", env = "MINNOWD_THREADS")]
     threads: Option<usize>,
-    /// The best instruction set the CPU engine may use: scalar, avx2 or avx512
+    /// The best instruction set the CPU engine may use: scalar, avx2, avx512, avx512bf16 or amx
     #[arg(long, value_name = "ISA", env = "MINNOW_ISA")]
     isa: Option<Isa>,
+    /// Quantize what enters the experts to eight bits, on the CPU engine: other results, a little worse
+    #[arg(long, env = "MINNOWD_INT8_EXPERT_ACTIVATIONS")]
+    int8_expert_activations: bool,
     /// Compare the digests of all tensors with the manifest while loading; auto does so for files below 1 GiB
     #[arg(long, value_name = "WHEN", value_enum, default_value_t = PayloadArg::Auto, env = "MINNOWD_VERIFY_PAYLOAD")]
     verify_payload: PayloadArg,
@@ -263,6 +271,62 @@ struct VerifyArgs {
     json: bool,
 }
 
+#[derive(Debug, Args)]
+struct BenchArgs {
+    #[command(subcommand)]
+    subject: BenchSubject,
+}
+
+#[derive(Debug, Subcommand)]
+enum BenchSubject {
+    /// One forward of a block: a step of refinement
+    Forward {
+        #[command(flatten)]
+        model: ModelArgs,
+        #[command(flatten)]
+        measure: MeasureArgs,
+        /// Positions before the block, a multiple of 32
+        #[arg(long, value_name = "TOKENS", default_value_t = 1024)]
+        prefix: usize,
+        /// Sequences that are refined together; several numbers give several rows
+        #[arg(long, value_name = "N", default_value = "1", value_delimiter = ',')]
+        batch: Vec<usize>,
+        /// What is wanted back of each position
+        #[arg(long, value_name = "WHAT", value_enum, default_value_t = NeedArg::Candidates)]
+        need: NeedArg,
+    },
+    /// Reading a prompt
+    Prefill {
+        #[command(flatten)]
+        model: ModelArgs,
+        #[command(flatten)]
+        measure: MeasureArgs,
+        /// Length of the prompt, a multiple of 32; several lengths give several rows
+        #[arg(long, value_name = "TOKENS", default_value = "512", value_delimiter = ',')]
+        tokens: Vec<usize>,
+        /// Positions read in one forward, a multiple of 32
+        #[arg(long, value_name = "TOKENS", default_value_t = 512)]
+        chunk: usize,
+    },
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum NeedArg {
+    Nothing,
+    Candidates,
+    Logits,
+}
+
+#[derive(Debug, Args)]
+struct MeasureArgs {
+    /// Timed runs of each row
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    repetitions: usize,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
 /// Runs the program with the process's arguments.
 #[must_use]
 pub fn main() -> ExitCode {
@@ -320,6 +384,10 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             let VerifyArgs { model, against, text, json } = args;
             commands::verify::run(&model.into_source()?, against, text, json)
         }
+        Command::Bench(BenchArgs { subject }) => {
+            let (model, measure, subject) = subject.into_meant()?;
+            commands::bench::run(&model.into_source()?, &subject, measure)
+        }
     }
 }
 
@@ -334,6 +402,39 @@ fn start_log(json: bool) {
     }
 }
 
+impl BenchSubject {
+    fn into_meant(self) -> Result<(ModelArgs, Measure, Subject), UsageError> {
+        let (model, measure, subject, lengths) = match self {
+            Self::Forward { model, measure, prefix, batch, need } => {
+                if let Some(sequences) = batch.iter().find(|sequences| !(1..=PARALLEL_MAX).contains(*sequences)) {
+                    return Err(UsageError(format!("--batch must be 1 to {PARALLEL_MAX}, not {sequences}")));
+                }
+                let need = match need {
+                    NeedArg::Nothing => Need::Nothing,
+                    NeedArg::Candidates => Need::Candidates,
+                    NeedArg::Logits => Need::Logits,
+                };
+                (model, measure, Subject::Forward { prefix, batches: batch, need }, vec![("--prefix", prefix)])
+            }
+            Self::Prefill { model, measure, tokens, chunk } => {
+                let mut lengths = vec![("--chunk", chunk)];
+                lengths.extend(tokens.iter().map(|&length| ("--tokens", length)));
+                if let Some((option, _)) = lengths.iter().find(|(_, length)| *length == 0) {
+                    return Err(UsageError(format!("{option} must be at least {BLOCK}, not 0")));
+                }
+                (model, measure, Subject::Prefill { tokens, chunk }, lengths)
+            }
+        };
+        if let Some((option, length)) = lengths.iter().find(|(_, length)| !length.is_multiple_of(BLOCK)) {
+            return Err(UsageError(format!("{option} must be a multiple of {BLOCK}, not {length}")));
+        }
+        if measure.repetitions == 0 {
+            return Err(UsageError("--repetitions must be at least 1, not 0".to_owned()));
+        }
+        Ok((model, Measure { repetitions: measure.repetitions, json: measure.json }, subject))
+    }
+}
+
 impl ModelArgs {
     fn into_source(self) -> Result<ModelSource, UsageError> {
         if self.threads == Some(0) {
@@ -345,6 +446,7 @@ impl ModelArgs {
             io: self.io,
             threads: self.threads,
             isa: self.isa,
+            int8_expert_activations: self.int8_expert_activations,
             verify_payload: match self.verify_payload {
                 PayloadArg::Auto => VerifyPayload::Auto,
                 PayloadArg::Always => VerifyPayload::Always,

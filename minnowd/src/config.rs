@@ -31,6 +31,8 @@ pub struct ModelSource {
     pub threads: Option<usize>,
     /// The best instruction set the CPU engine may use.
     pub isa: Option<Isa>,
+    /// Whether what enters the experts is quantized to eight bits: the CPU engine only, and only where it can.
+    pub int8_expert_activations: bool,
     /// Whether payload digests are compared while loading.
     pub verify_payload: VerifyPayload,
     /// Positions a request may use; `None` is the model's limit, at most [`DEFAULT_CONTEXT_MAX`].

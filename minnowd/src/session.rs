@@ -10,7 +10,7 @@ use serde_json::Value;
 use tracing::{info, warn};
 
 use crate::cache;
-use crate::config::{DEFAULT_CONTEXT_MAX, DecodingDefaults, Device, ModelSource};
+use crate::config::{DEFAULT_CONTEXT_MAX, DecodingDefaults, Device, ModelSource, UsageError};
 use crate::decoder::{Algorithm, Options};
 use crate::demo;
 use crate::engine::QueueLimits;
@@ -28,7 +28,7 @@ const PREFILL_BLOCKS_ALONE: usize = 16;
 const PREFILL_BLOCKS_MIXED: usize = 2;
 /// Keys and values take at most this share of the machine's memory where the user names no limit.
 const CACHE_SHARE_OF_MEMORY: u64 = 4;
-/// The CPU and reference backends keep keys and values in f32.
+/// The reference backend keeps keys and values in f32.
 const KV_ELEMENT_BYTES: usize = 4;
 
 /// What is known of the served model, without the model itself.
@@ -167,15 +167,24 @@ impl Opened {
         device: Device,
         running_max: usize,
     ) -> anyhow::Result<Box<dyn Backend>> {
-        let pages = self.page_count(source, running_max)?;
+        let pages = self.page_count(source, device, running_max)?;
+        if source.int8_expert_activations && device == Device::Reference && source.device == Device::Reference {
+            return Err(UsageError("--int8-expert-activations is for --device cpu".to_owned()).into());
+        }
         Ok(match device {
             Device::Reference => Box::new(Reference::new(&self.weights, pages)?),
-            Device::Auto | Device::Cpu => Box::new(Cpu::new(self.weights.clone(), pages, source.threads, source.isa)?),
+            Device::Auto | Device::Cpu => {
+                let cpu = Cpu::new(self.weights.clone(), pages, source.threads, source.isa)?;
+                Box::new(if source.int8_expert_activations { cpu.with_int8_expert_activations()? } else { cpu })
+            }
         })
     }
 
-    fn page_count(&self, source: &ModelSource, running_max: usize) -> anyhow::Result<usize> {
-        let page_bytes = cache::page_bytes(&self.weights.config, KV_ELEMENT_BYTES);
+    fn page_count(&self, source: &ModelSource, device: Device, running_max: usize) -> anyhow::Result<usize> {
+        let page_bytes = match device {
+            Device::Reference => cache::page_bytes(&self.weights.config, KV_ELEMENT_BYTES),
+            Device::Auto | Device::Cpu => Cpu::bytes_a_page(&self.weights.config, source.isa) as u64,
+        };
         let one_request = self.context(source)?.div_ceil(BLOCK);
         let wanted = one_request.saturating_mul(running_max);
         let Some(budget) = source.cache_max_bytes else {
@@ -186,7 +195,7 @@ impl Opened {
         let pages = cache::pages_within(budget, page_bytes)?;
         if pages < one_request {
             let needed = (one_request as u64 * page_bytes).div_ceil(1 << 20);
-            return Err(crate::config::UsageError(format!(
+            return Err(UsageError(format!(
                 "--cache-max-mib is {}, but one request of {} positions needs {needed}; raise it or lower --max-context",
                 budget >> 20,
                 self.context(source)?
@@ -202,7 +211,7 @@ impl Opened {
         match source.max_context {
             None => Ok(limit.min(DEFAULT_CONTEXT_MAX)),
             Some(context) if (BLOCK..=limit).contains(&context) => Ok(context),
-            Some(context) => Err(crate::config::UsageError(format!(
+            Some(context) => Err(UsageError(format!(
                 "--max-context is {context}, expected {BLOCK} to {limit}, the positions of {}",
                 self.name
             ))
@@ -269,8 +278,15 @@ impl Opened {
         format!("fp_{}", &hasher.finalize().to_hex()[..16])
     }
 
+    /// The model's name: its container's, or its file's.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// `bf16`, or the experts' encodings and those of the rest.
-    fn file_type(&self) -> String {
+    #[must_use]
+    pub fn file_type(&self) -> String {
         let encodings = |experts: bool| {
             let mut list: Vec<&str> = self
                 .checkpoint

@@ -71,7 +71,7 @@ fn forwards_match_the_golden_ones() {
     for preset in PRESETS {
         let golden = Golden::read(&format!("golden/model/forward_{preset}.safetensors"));
         let weights = preset_weights(preset);
-        for mut backend in all_backends(&weights, 3) {
+        for mut backend in f32_backends(&weights, 3) {
             let trace = whole_forward(&mut *backend, &golden.tokens());
             let mut worst = 0.0f32;
             for (name, expected) in &golden.tensors {
@@ -102,7 +102,7 @@ fn bf16_rounding_is_the_only_difference_from_the_bf16_golden() {
     let golden = Golden::read("golden/model/forward_t16_bf16.safetensors");
     let tokens = Golden::read("golden/model/forward_t16.safetensors").tokens();
     let weights = preset_weights("t16");
-    for mut backend in backends(&weights, 3) {
+    for mut backend in all_backends(&weights, 3) {
         let trace = whole_forward(&mut *backend, &tokens);
         for (name, expected) in &golden.tensors {
             let (layer, point) = place_of(name).expect("a known name");
@@ -118,7 +118,11 @@ fn bf16_rounding_is_the_only_difference_from_the_bf16_golden() {
             if point == Point::Logits {
                 let rows = found.values.chunks(found.width).zip(expected.chunks(found.width));
                 let same = rows.filter(|(a, b)| argmax(a) == argmax(b)).count();
-                assert!(same >= tokens.len() * 95 / 100, "{place}: top-1 agrees in {same} of {}", tokens.len());
+                // Random weights give flat logits. A backend that rounds, elsewhere than the golden file does, adds its
+                // own distance to the file's, so near ties fall differently about as often again.
+                let percent = if backend.tolerance() > TOLERANCE_F32 { 90 } else { 95 };
+                let least = tokens.len() * percent / 100;
+                assert!(same >= least, "{place}: top-1 agrees in {same} of {}", tokens.len());
                 let error = Difference::between(&found.values, expected).relative_rms;
                 eprintln!("{place}: relative RMS {error:.1e}, top-1 agrees in {same} of {}", tokens.len());
             }
@@ -187,7 +191,7 @@ fn a_segment_does_not_see_what_else_is_in_the_batch() {
 fn candidates_are_the_best_of_the_logits_and_a_probe_changes_nothing() {
     let weights = preset_weights("t64");
     let (tokens, pages) = (some_tokens(2, 7), [PageId(1), PageId(0)]);
-    for mut backend in backends(&weights, 2) {
+    for mut backend in all_backends(&weights, 2) {
         let mut one = |need| forward(&mut *backend, &[Segment { tokens: &tokens, pages: &pages, need }]).remove(0);
         let Output::Logits(logits) = one(Need::Logits) else { panic!("logits were asked for") };
         let Output::Candidates(candidates) = one(Need::Candidates) else { panic!("candidates were asked for") };
@@ -211,15 +215,19 @@ fn verify_accepts_a_correct_backend_and_names_a_wrong_layer() {
     let tokens = some_tokens(3, 5);
     let weights = preset_weights("t64");
     let mut reference = Reference::new(&weights, 3).unwrap();
-    let mut cpu = Cpu::new(weights.clone(), 3, Some(1), None).unwrap();
-    let report = compare(&mut cpu, &mut reference, &tokens, TOLERANCE_F32).unwrap();
-    assert!(report.agrees(), "{:?}", report.faults);
-    assert_eq!(report.top1_same, report.positions);
+    for isa in Isa::present() {
+        let mut cpu = Cpu::new(weights.clone(), 3, Some(1), Some(isa)).unwrap();
+        let tolerance = cpu.tolerance();
+        let report = compare(&mut cpu, &mut reference, &tokens, tolerance).unwrap();
+        assert!(report.agrees(), "{isa}: {:?}", report.faults);
+        assert!(isa.rounds_to_bf16() || report.top1_same == report.positions, "{isa}: {}", report.top1_same);
+    }
 
     let mut wrong = weights.clone();
     wrong.layers[1].post_norm[7] *= 1.1;
     let report =
-        compare(&mut Cpu::new(wrong, 3, Some(1), None).unwrap(), &mut reference, &tokens, TOLERANCE_F32).unwrap();
+        compare(&mut Cpu::new(wrong, 3, Some(1), Some(BEST_F32)).unwrap(), &mut reference, &tokens, TOLERANCE_F32)
+            .unwrap();
     assert!(report.faults.iter().any(|fault| fault.starts_with("layer 1, output")), "{:?}", report.faults);
     assert!(!report.faults.iter().any(|fault| fault.starts_with("layer 0")), "{:?}", report.faults);
 }
@@ -453,9 +461,12 @@ fn every_encoding_runs_as_its_decoded_weights() {
                 let place = format!("{stem} on {}", packed.describe());
                 assert_bits(&in_chunks(&mut *packed, &tokens, &[3]), &in_chunks(&mut *decoded, &tokens, &[3]), &place);
             }
-            let mut cpu = Cpu::new(packed.clone(), 3, Some(2), None).unwrap();
-            let report = compare(&mut cpu, &mut Reference::new(&packed, 3).unwrap(), &tokens, TOLERANCE_F32).unwrap();
-            assert!(report.agrees(), "{stem}: {:?}", report.faults);
+            for isa in Isa::present() {
+                let (mut cpu, mut reference) = (cpu_on(isa, &packed, 3), Reference::new(&packed, 3).unwrap());
+                let tolerance = cpu.tolerance();
+                let report = compare(&mut *cpu, &mut reference, &tokens, tolerance).unwrap();
+                assert!(report.agrees(), "{stem} on {isa}: {:?}", report.faults);
+            }
             if !encoding.is_quantized() {
                 break;
             }
@@ -513,19 +524,32 @@ fn a_damaged_payload_is_refused_by_the_name_of_its_tensor() {
     assert!(message.contains(tensor), "{message}");
 }
 
-/// The reference and the CPU backend, as they run by default, on the same weights.
+/// The best instruction set whose arithmetic is f32 throughout.
+const BEST_F32: Isa = Isa::Avx512;
+
+/// The reference and the CPU backend in f32 on the same weights: what golden values in f32 are held against.
 fn backends(weights: &Weights, page_count: usize) -> Vec<Box<dyn Backend>> {
     vec![
         Box::new(Reference::new(weights, page_count).expect("the reference starts")),
-        Box::new(Cpu::new(weights.clone(), page_count, Some(2), None).expect("the CPU backend starts")),
+        cpu_on(BEST_F32, weights, page_count),
     ]
 }
 
-/// [`backends`], and the CPU backend on every lesser instruction set of this machine.
+fn cpu_on(isa: Isa, weights: &Weights, page_count: usize) -> Box<dyn Backend> {
+    Box::new(Cpu::new(weights.clone(), page_count, Some(2), Some(isa)).expect("the CPU backend starts"))
+}
+
+/// The reference, and the CPU backend on every instruction set of this machine whose arithmetic is f32 throughout.
+fn f32_backends(weights: &Weights, page_count: usize) -> Vec<Box<dyn Backend>> {
+    let reference = Box::new(Reference::new(weights, page_count).expect("the reference starts"));
+    let cpus = Isa::present().filter(|isa| !isa.rounds_to_bf16()).map(|isa| cpu_on(isa, weights, page_count));
+    std::iter::once(reference as Box<dyn Backend>).chain(cpus).collect()
+}
+
+/// The reference, and the CPU backend on every instruction set of this machine.
 fn all_backends(weights: &Weights, page_count: usize) -> Vec<Box<dyn Backend>> {
-    let lesser = Isa::present().filter(|isa| *isa < Isa::detect());
-    let on = |isa| Box::new(Cpu::new(weights.clone(), page_count, Some(2), Some(isa)).expect("the CPU backend starts"));
-    backends(weights, page_count).into_iter().chain(lesser.map(|isa| on(isa) as Box<dyn Backend>)).collect()
+    let cpus = Isa::present().filter(|isa| isa.rounds_to_bf16()).map(|isa| cpu_on(isa, weights, page_count));
+    f32_backends(weights, page_count).into_iter().chain(cpus).collect()
 }
 
 fn preset_weights(preset: &str) -> Weights {

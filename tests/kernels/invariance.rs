@@ -115,6 +115,7 @@ fn the_dense_part_norm_and_gate_do_not_see_their_company() {
 fn attention_does_not_see_how_a_prefill_is_cut() {
     let heads = Heads { query: 4, kv: 2, dim: 40 };
     let row_len = heads.query * heads.dim;
+    // More than a chunk of pages, and no whole number of chunks.
     let blocks = 5;
     let q = random("q", blocks * BLOCK * row_len);
     let len = heads.kv * BLOCK * heads.dim;
@@ -130,12 +131,24 @@ fn attention_does_not_see_how_a_prefill_is_cut() {
             cpu::attention(isa, &mut out, q, &pages[..first + count], heads);
             out
         };
-        let all = with_threads(1, || attention(0, blocks));
-        for threads in [1, 2] {
-            for (first, count) in [(0, 1), (1, 1), (4, 1), (0, 3), (3, 2), (1, 4), (0, 5)] {
-                let found = with_threads(threads, || attention(first, count));
-                let expected = bits(&all[first * BLOCK * row_len..][..count * BLOCK * row_len]);
-                assert_eq!(bits(&found), expected, "{isa}, {count} blocks from {first}, {threads} threads");
+        let kept = case.blocks(isa);
+        let kept: Vec<_> = kept.iter().collect();
+        let attend = |first: usize, count: usize| {
+            let q = &case.q[first * BLOCK * row_len..][..count * BLOCK * row_len];
+            let mut out = vec![f32::NAN; q.len()];
+            cpu::attend(isa, &mut out, q, row_len, &kept[..first + count], 1, heads);
+            out
+        };
+        let ways: [&(dyn Fn(usize, usize) -> Vec<f32> + Sync); 2] = [&attention, &attend];
+        for (way, attention) in ways.into_iter().enumerate() {
+            let all = with_threads(1, || attention(0, blocks));
+            for threads in [1, 2] {
+                for (first, count) in [(0, 1), (1, 1), (4, 1), (0, 3), (3, 2), (1, 4), (0, 5)] {
+                    let found = with_threads(threads, || attention(first, count));
+                    let expected = bits(&all[first * BLOCK * row_len..][..count * BLOCK * row_len]);
+                    let place = format!("{isa}, way {way}, {count} blocks from {first}, {threads} threads");
+                    assert_eq!(bits(&found), expected, "{place}");
+                }
             }
         }
     }

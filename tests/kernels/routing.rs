@@ -1,6 +1,8 @@
 //! The router and the rotary tables against golden results.
 
-use minnow_common::Routing;
+use minnow_common::{BLOCK, Routing};
+use minnow_kernels::conformance::random;
+use minnow_kernels::cpu;
 use minnow_kernels::ops::RouterRules;
 use minnow_kernels::oracle;
 use minnow_tests::golden;
@@ -65,6 +67,34 @@ fn rotary_tables_are_the_golden_ones() {
                     assert!((found - expected).abs() <= f32::EPSILON / 2.0, "{name}.{table}.{position}");
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn the_quick_router_chooses_as_the_oracle_does() {
+    let (rows, experts) = (3 * BLOCK, 64);
+    for (name, routing) in [
+        ("block", Routing::Block { capacity: 12 }),
+        ("all", Routing::Block { capacity: 64 }),
+        ("groups", Routing::Groups { groups: 8, kept: 3 }),
+    ] {
+        for experts_per_token in [1, 4] {
+            let mut scores: Vec<f32> = random(name, rows * experts).iter().map(|value| value.abs()).collect();
+            // Ties in plenty, NaN, and a row of nothing else.
+            scores.iter_mut().step_by(3).for_each(|score| *score = (*score * 8.0).round() / 8.0);
+            scores.iter_mut().step_by(97).for_each(|score| *score = f32::NAN);
+            scores[5 * experts..6 * experts].fill(f32::NAN);
+            let bias: Vec<f32> = random("bias", experts).iter().map(|value| (value * 4.0).round() / 8.0).collect();
+            let rules = RouterRules { routing, experts_per_token, scale: 2.5 };
+            let choices = |route: &dyn Fn(&mut [u32], &mut [f32])| {
+                let (mut ids, mut weights) = (vec![0; rows * experts_per_token], vec![0.0; rows * experts_per_token]);
+                route(&mut ids, &mut weights);
+                (ids, weights.iter().map(|weight| weight.to_bits()).collect::<Vec<_>>())
+            };
+            let expected = choices(&|ids, weights| oracle::route(ids, weights, &scores, &bias, &rules));
+            let found = choices(&|ids, weights| cpu::route(ids, weights, &scores, &bias, &rules));
+            assert_eq!(found, expected, "{name}, {experts_per_token} experts a token");
         }
     }
 }

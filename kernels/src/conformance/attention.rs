@@ -1,8 +1,9 @@
 //! Cases of attention.
 
-use minnow_common::BLOCK;
+use minnow_common::{BLOCK, Encoding, FloatType};
 
-use super::{ROUNDING, Tolerance, random};
+use super::{Arithmetic, BF16_ROUNDING, ROUNDING, Tolerance, random};
+use crate::cpu::{Isa, KvBlock, KvRows};
 use crate::ops::{Heads, Page};
 use crate::oracle;
 
@@ -87,5 +88,45 @@ impl AttentionCase {
     pub fn tolerance(&self) -> Tolerance {
         let score_max = self.q.iter().fold(1.0f32, |max, value| max.max(value.abs())) * (self.heads.dim as f32).sqrt();
         Tolerance { relative: 0.0, absolute: 16.0 * ROUNDING * score_max }
+    }
+
+    /// The pages as the CPU backend keeps them, as layer 1 of two.
+    #[must_use]
+    pub fn blocks(&self, isa: Isa) -> Vec<KvBlock> {
+        let Heads { kv, dim, .. } = self.heads;
+        let stride = 2 * kv * dim + 3;
+        let block = |(keys, values): &(Vec<f32>, Vec<f32>)| {
+            // Rows as a projection gives them: something else first, then keys of all heads, then values.
+            let mut rows = vec![f32::NAN; BLOCK * stride];
+            for (row, out) in rows.chunks_exact_mut(stride).enumerate() {
+                for head in 0..kv {
+                    let place = (head * BLOCK + row) * dim;
+                    out[3 + head * dim..][..dim].copy_from_slice(&keys[place..][..dim]);
+                    out[3 + (kv + head) * dim..][..dim].copy_from_slice(&values[place..][..dim]);
+                }
+            }
+            let mut block = KvBlock::new(isa, self.heads, 2);
+            block.write(isa, 1, KvRows { rows: &rows, stride, keys_at: 3, values_at: 3 + kv * dim });
+            block
+        };
+        self.pages.iter().map(block).collect()
+    }
+
+    /// [`Self::expected`] for an arithmetic.
+    #[must_use]
+    pub fn expected_in(&self, arithmetic: Arithmetic) -> Vec<f32> {
+        let entering = |values: &[f32]| arithmetic.entering(values, Encoding::Float(FloatType::Bf16));
+        let pages = self.pages.iter().map(|(keys, values)| (entering(keys), entering(values))).collect();
+        let rounded = Self { q: entering(&self.q), pages, ..self.clone() };
+        let mut expected = vec![0.0; self.q.len()];
+        oracle::attention(&mut expected, &rounded.q, &rounded.pages(), self.heads);
+        expected
+    }
+
+    /// [`Self::tolerance`] against [`Self::expected_in`]. In BF16 each weight errs by up to a rounding of itself, and
+    /// weights add up to one.
+    #[must_use]
+    pub fn tolerance_in(&self, arithmetic: Arithmetic) -> Tolerance {
+        self.tolerance().and_absolute(if arithmetic == Arithmetic::Bf16 { BF16_ROUNDING } else { 0.0 })
     }
 }

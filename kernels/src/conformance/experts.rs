@@ -3,8 +3,8 @@
 use minnow_common::random::mix64;
 use minnow_common::{Encoding, FloatType};
 
-use super::{ROUNDING, StoredMatrix, Tolerance, random};
-use crate::cpu::Expert;
+use super::{Arithmetic, BF16_ROUNDING, ROUNDING, StoredMatrix, Tolerance, random};
+use crate::cpu::{Expert, Isa, has_int8_experts};
 use crate::oracle::{self, PlainExpert};
 
 /// The matrices of an expert.
@@ -41,6 +41,22 @@ impl StoredExpert {
     fn plain(&self) -> PlainExpert {
         PlainExpert { gate: self.gate.values(), up: self.up.values(), down: self.down.values() }
     }
+
+    /// `feed_forward` of rows, by the oracle: `x: [rows, hidden]`.
+    fn expected_in(&self, x: &[f32], arithmetic: Arithmetic) -> Vec<f32> {
+        let (hidden, inner) = (self.gate.view().cols(), self.gate.view().rows());
+        let rows = x.len() / hidden;
+        let entering = arithmetic.entering(x, self.gate.view().encoding());
+        let (mut gate, mut up) = (vec![0.0; rows * inner], vec![0.0; rows * inner]);
+        oracle::linear(&mut gate, &entering, &self.gate.values(), hidden);
+        oracle::linear(&mut up, &entering, &self.up.values(), hidden);
+        let mut gated = vec![0.0; gate.len()];
+        oracle::swiglu(&mut gated, &gate, &up);
+        let entering = arithmetic.entering(&gated, self.down.view().encoding());
+        let mut out = vec![0.0; x.len()];
+        oracle::linear(&mut out, &entering, &self.down.values(), inner);
+        out
+    }
 }
 
 /// Rows with their experts.
@@ -76,6 +92,8 @@ impl ExpertsCase {
             (32, 8, 16, 256, 128, Encoding::I4Mma, 128),
             (13, 4, 40, 128, 64, Encoding::Nvfp4, 16),
             (64, 2, 6, 64, 32, Encoding::I8Mma, 32),
+            (70, 4, 5, 256, 128, Encoding::I8Mma, 128),
+            (50, 3, 4, 96, 64, bf16, 0),
         ]
         .into_iter()
         .map(|(rows, slots, experts, hidden, inner, encoding, group)| {
@@ -97,10 +115,69 @@ impl ExpertsCase {
         .collect()
     }
 
+    /// [`Self::expected`] for products in an arithmetic.
+    #[must_use]
+    pub fn expected_in(&self, arithmetic: Arithmetic) -> Vec<f32> {
+        let by_expert: Vec<Vec<f32>> =
+            self.experts.iter().map(|expert| expert.expected_in(&self.x, arithmetic)).collect();
+        self.weighted(&by_expert)
+    }
+
     /// Three products one after the other, each as in [`super::LinearCase::tolerance`], summed over the slots.
     #[must_use]
     pub fn tolerance(&self) -> Tolerance {
-        let additions = (self.hidden * self.ids.len() * self.hidden / self.x.len()) as f32;
+        let additions = (self.hidden * self.slots()) as f32;
         Tolerance { relative: 4.0 * ROUNDING, absolute: 24.0 * ROUNDING * additions.sqrt() }
+    }
+
+    /// [`Self::tolerance`] against [`Self::expected_in`]. A value between the products that is near the middle of two
+    /// BF16 may be rounded the other way: one part in 256 of one term of about a tenth, a few times.
+    #[must_use]
+    pub fn tolerance_in(&self, arithmetic: Arithmetic) -> Tolerance {
+        let of_rounding = if arithmetic == Arithmetic::Bf16 { BF16_ROUNDING } else { 0.0 };
+        let of_weights = arithmetic.of_weights(self.experts[0].gate.view().encoding());
+        self.tolerance().and_absolute(of_rounding + (self.slots() as f32).sqrt() * of_weights)
+    }
+
+    /// [`Self::expected`] with activations of eight bits; `None` where the experts are not stored for that.
+    #[must_use]
+    pub fn expected_int8(&self, isa: Isa) -> Option<Vec<f32>> {
+        let StoredExpert { gate, up, down } = &self.experts[0];
+        if ![gate, up, down].into_iter().all(|matrix| has_int8_experts(isa, &matrix.view())) {
+            return None;
+        }
+        let linear = |out: &mut Vec<f32>, x: &[f32], w: &StoredMatrix| {
+            let view = w.view();
+            out.resize(x.len() / view.cols() * view.rows(), 0.0);
+            oracle::linear_int8(out, x, &w.codes(), &w.group_scales(), view.cols(), view.group());
+        };
+        let of_expert = |expert: &StoredExpert| {
+            let (mut gate, mut up, mut out) = (Vec::new(), Vec::new(), Vec::new());
+            linear(&mut gate, &self.x, &expert.gate);
+            linear(&mut up, &self.x, &expert.up);
+            let mut gated = vec![0.0; gate.len()];
+            oracle::swiglu(&mut gated, &gate, &up);
+            linear(&mut out, &gated, &expert.down);
+            out
+        };
+        let by_expert: Vec<Vec<f32>> = self.experts.iter().map(of_expert).collect();
+        Some(self.weighted(&by_expert))
+    }
+
+    /// The weighted sums of what each expert makes of every row.
+    fn weighted(&self, by_expert: &[Vec<f32>]) -> Vec<f32> {
+        let slots = self.slots();
+        let mut out = vec![0.0; self.x.len()];
+        for (row, out) in out.chunks_exact_mut(self.hidden).enumerate() {
+            for slot in row * slots..(row + 1) * slots {
+                let y = &by_expert[self.ids[slot] as usize][row * self.hidden..][..self.hidden];
+                out.iter_mut().zip(y).for_each(|(out, y)| *out += self.weights[slot] * y);
+            }
+        }
+        out
+    }
+
+    fn slots(&self) -> usize {
+        self.ids.len() * self.hidden / self.x.len()
     }
 }

@@ -2,7 +2,7 @@
 
 use minnow_common::{Encoding, FloatType};
 
-use super::{ROUNDING, StoredMatrix, Tolerance, random};
+use super::{Arithmetic, ROUNDING, StoredMatrix, Tolerance, random};
 use crate::oracle;
 
 /// One product.
@@ -32,6 +32,8 @@ impl LinearCase {
             (4, 15, 8, f32, 0),
             (33, 100, 33, bf16, 0),
             (31, 2048, 12, bf16, 0),
+            (48, 544, 160, bf16, 0),
+            (17, 256, 80, bf16, 0),
             (1, 48, 3, Encoding::I8Sym, 16),
             (7, 96, 9, Encoding::I4Sym, 32),
             (6, 192, 13, Encoding::I4Sym, 64),
@@ -40,6 +42,8 @@ impl LinearCase {
             (32, 256, 40, Encoding::I8Mma, 64),
             (9, 48, 16, Encoding::I4Mma, 16),
             (32, 2048, 24, Encoding::I4Mma, 128),
+            (40, 384, 72, Encoding::I4Mma, 128),
+            (7, 640, 144, Encoding::I8Mma, 128),
             (2, 64, 8, Encoding::Nvfp4, 16),
             (35, 320, 24, Encoding::Nvfp4, 16),
         ];
@@ -66,6 +70,15 @@ impl LinearCase {
         Self { name, x, w, expected }
     }
 
+    /// [`Self::expected`] for products in an arithmetic.
+    #[must_use]
+    pub fn expected_in(&self, arithmetic: Arithmetic) -> Vec<f32> {
+        let w = self.w.view();
+        let mut expected = vec![0.0; self.expected.len()];
+        oracle::linear(&mut expected, &arithmetic.entering(&self.x, w.encoding()), &self.w.values(), w.cols());
+        expected
+    }
+
     /// Each of the `k` additions to partial sums of about one adds an error of up to a rounding, with either sign, so
     /// the errors grow like a random walk, with the square root of their number. The factor covers larger partial sums
     /// and unlucky walks.
@@ -73,5 +86,11 @@ impl LinearCase {
     pub fn tolerance(&self) -> Tolerance {
         let additions = self.w.view().cols() as f32;
         Tolerance { relative: ROUNDING, absolute: 8.0 * ROUNDING * additions.sqrt().max(1.0) }
+    }
+
+    /// [`Self::tolerance`] against [`Self::expected_in`]: what is rounded on both sides is no error.
+    #[must_use]
+    pub fn tolerance_in(&self, arithmetic: Arithmetic) -> Tolerance {
+        self.tolerance().and_absolute(arithmetic.of_weights(self.w.view().encoding()))
     }
 }

@@ -13,7 +13,10 @@ mod rowwise;
 mod stored;
 
 use minnow_common::random::Symmetric;
+use minnow_common::{Encoding, FloatType};
 use thiserror::Error;
+
+use crate::cpu::Isa;
 
 pub use attention::AttentionCase;
 pub use candidates::CandidatesCase;
@@ -24,6 +27,40 @@ pub use stored::StoredMatrix;
 
 /// Half the distance from one to the next f32: the relative error of one rounding.
 const ROUNDING: f32 = f32::EPSILON / 2.0;
+
+/// The relative error of one rounding to BF16.
+const BF16_ROUNDING: f32 = 1.0 / 512.0;
+
+/// What a backend's products do to what enters them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arithmetic {
+    /// Nothing.
+    F32,
+    /// Where weights are stored as BF16 or quantized, what meets them is rounded to BF16. Quantized weights may be rounded
+    /// too, after they were scaled.
+    Bf16,
+}
+
+impl Arithmetic {
+    /// What `isa` does.
+    #[must_use]
+    pub fn of(isa: Isa) -> Self {
+        if isa.rounds_to_bf16() { Self::Bf16 } else { Self::F32 }
+    }
+
+    /// `values` as they enter a product with weights stored in `encoding`.
+    fn entering(self, values: &[f32], encoding: Encoding) -> Vec<f32> {
+        let is_rounded = self == Self::Bf16 && !matches!(encoding, Encoding::Float(FloatType::F16 | FloatType::F32));
+        let rounded = |&value: &f32| if is_rounded { half::bf16::from_f32(value).to_f32() } else { value };
+        values.iter().map(rounded).collect()
+    }
+
+    /// The absolute error that rounded weights add to a sum of products of about one: each product errs by up to a
+    /// rounding, with either sign, so the sum errs by about as much; the factor covers unlucky sums.
+    fn of_weights(self, encoding: Encoding) -> f32 {
+        if self == Self::Bf16 && encoding.is_quantized() { 6.0 * BF16_ROUNDING } else { 0.0 }
+    }
+}
 
 /// How far a result may be from the oracle's.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -49,6 +86,10 @@ pub struct Mismatch {
 }
 
 impl Tolerance {
+    fn and_absolute(self, more: f32) -> Self {
+        Self { absolute: self.absolute + more, ..self }
+    }
+
     /// Compares value by value. NaN must be NaN, and an infinity the same infinity.
     ///
     /// # Panics

@@ -45,6 +45,28 @@ impl StoredMatrix {
         WeightMatrix::new(&self.spec, &self.data[1..], &self.scales[1..]).expect("bytes made for this spec")
     }
 
+    /// Codes of an integer encoding as whole numbers, row-major: its values with every scale one.
+    ///
+    /// # Panics
+    /// If it has no FP16 scales: a fault of the table.
+    #[must_use]
+    pub fn codes(&self) -> Vec<f32> {
+        let ones: Vec<u8> = half::f16::ONE.to_le_bytes().repeat(self.scales.len() / 2);
+        codec::decode(&self.data[1..], &ones, &self.spec).expect("an integer encoding")
+    }
+
+    /// Scales of an integer encoding, `[rows, groups]`: values of its groups with every code one.
+    ///
+    /// # Panics
+    /// If it is no integer encoding: a fault of the table.
+    #[must_use]
+    pub fn group_scales(&self) -> Vec<f32> {
+        let one = if matches!(self.spec.encoding(), Encoding::I4Sym | Encoding::I4Mma) { 0x11 } else { 1 };
+        let ones = vec![one; self.data.len() - 1];
+        let values = codec::decode(&ones, &self.scales[1..], &self.spec).expect("an integer encoding");
+        values.into_iter().step_by(self.view().group()).collect()
+    }
+
     /// Its values, row-major.
     #[must_use]
     pub fn values(&self) -> Vec<f32> {

@@ -9,8 +9,11 @@ use rayon::prelude::*;
 
 use super::Isa;
 use super::isa::Kernel;
+use super::kv::KvBlock;
 use super::lanes::{LANES, Lanes};
 use super::products::{RowIds, Rows, products};
+#[cfg(target_arch = "x86_64")]
+use super::tiles;
 use crate::ops::{Heads, Page};
 
 /// Attention of the last `rows / 32` blocks of a sequence, whose keys and values lie in `pages`, one page a block.
@@ -18,9 +21,34 @@ use crate::ops::{Heads, Page};
 /// `q`, `out`: `[rows, query heads, dim]` with `rows` whole blocks. The queries are those of the *last* pages, so block
 /// `b` of them sees pages `0..=pages.len() - rows / 32 + b`, entirely. Parallel over blocks and heads.
 pub fn attention(isa: Isa, out: &mut [f32], q: &[f32], pages: &[Page<'_>], heads: Heads) {
+    attention_of_rows(isa, out, q, heads.query * heads.dim, pages, heads);
+}
+
+/// [`attention`] over layer `layer` of `blocks`, which stand for the pages. Queries are the first `query heads * dim` of
+/// each row of `q: [rows, q_stride]`; `q_stride` is a multiple of `dim`. Where `isa` rounds to BF16, queries, keys, values
+/// and the weights of values are rounded to it; scores and sums are f32 everywhere.
+///
+/// # Panics
+/// If a block was made for another arithmetic than `isa` has.
+pub fn attend(isa: Isa, out: &mut [f32], q: &[f32], q_stride: usize, blocks: &[&KvBlock], layer: usize, heads: Heads) {
+    const OTHER: &str = "blocks are kept as this instruction set reads them";
+    #[cfg(target_arch = "x86_64")]
+    if isa.rounds_to_bf16() {
+        let rows = out.len() / (heads.query * heads.dim);
+        assert!(out.len() == rows * heads.query * heads.dim && rows.is_multiple_of(BLOCK));
+        assert!(q.len() == rows * q_stride && rows / BLOCK <= blocks.len());
+        let layers: Vec<_> = blocks.iter().map(|block| block.packed(layer).expect(OTHER)).collect();
+        return tiles::attend(isa, out, q, q_stride, &layers, heads);
+    }
+    let pages: Vec<_> = blocks.iter().map(|block| block.page(layer).expect(OTHER)).collect();
+    attention_of_rows(isa, out, q, q_stride, &pages, heads);
+}
+
+fn attention_of_rows(isa: Isa, out: &mut [f32], q: &[f32], q_stride: usize, pages: &[Page<'_>], heads: Heads) {
     let row_len = heads.query * heads.dim;
-    let blocks = q.len() / (row_len * BLOCK);
-    assert!(q.len() == blocks * BLOCK * row_len && out.len() == q.len() && blocks <= pages.len());
+    let blocks = out.len() / (row_len * BLOCK);
+    assert!(out.len() == blocks * BLOCK * row_len && blocks <= pages.len());
+    assert!(q.len() == blocks * BLOCK * q_stride && q_stride.is_multiple_of(heads.dim));
     let earlier_pages = pages.len() - blocks;
     // [blocks, query heads, 32, dim]
     let mut by_head = vec![0.0; out.len()];
@@ -29,9 +57,9 @@ pub fn attention(isa: Isa, out: &mut [f32], q: &[f32], pages: &[Page<'_>], heads
         |scores, (task, out)| {
             let (block, head) = (task / heads.query, task % heads.query);
             let q = Rows {
-                x: &q[block * BLOCK * row_len..][..BLOCK * row_len],
+                x: &q[block * BLOCK * q_stride..][..BLOCK * q_stride],
                 width: heads.dim,
-                ids: RowIds::Every { first: head, step: heads.query, count: BLOCK },
+                ids: RowIds::Every { first: head, step: q_stride / heads.dim, count: BLOCK },
             };
             let kv_head = head / (heads.query / heads.kv);
             isa.run(HeadOfBlock { out, q, pages: &pages[..=earlier_pages + block], kv_head, scores });

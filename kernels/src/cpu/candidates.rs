@@ -13,6 +13,8 @@ use super::isa::Kernel;
 use super::lanes::{LANES, Lanes};
 use super::linear::StripProducts;
 use super::products::Rows;
+#[cfg(target_arch = "x86_64")]
+use super::tiles::{self, HeadInput};
 use crate::codec::STRIP;
 use crate::matrix::WeightMatrix;
 use crate::ops::{CANDIDATES, Candidate};
@@ -48,28 +50,64 @@ pub fn head_candidates(isa: Isa, out: &mut [[Candidate; CANDIDATES]], x: &[f32],
     }
     // [pieces, rows]
     let mut pieces = vec![Piece::default(); head.rows().div_ceil(PIECE) * rows];
+    let source = PieceSource::new(isa, x, head);
     pieces.par_chunks_mut(rows).enumerate().for_each_init(
-        || (vec![0.0; STRIP * head.cols()], vec![0.0; PIECE * rows], vec![0.0; PIECE]),
-        |(buffer, logits, row_logits), (piece, out)| {
+        || (vec![0.0; PIECE * rows], vec![0.0; PIECE * rows]),
+        |(logits, scratch), (piece, out)| {
             let first_token = piece * PIECE;
             let tokens = PIECE.min(head.rows() - first_token);
-            // [tokens, rows]
             let logits = &mut logits[..tokens * rows];
-            for (strip, out) in logits.chunks_mut(STRIP * rows).enumerate() {
-                let first_row = first_token + strip * STRIP;
-                isa.run(StripProducts { out, x: Rows::all(x, head.cols()), w: head, first_row, buffer });
-            }
-            for (row, out) in out.iter_mut().enumerate() {
-                let row_logits = &mut row_logits[..tokens];
-                for (token, logit) in row_logits.iter_mut().enumerate() {
-                    *logit = logits[token * rows + row];
-                }
-                *out = isa.run(PieceOfRow { logits: row_logits, first_token });
+            source.logits(logits, tokens, first_token, scratch);
+            for (logits, out) in logits.chunks_exact(tokens).zip(out) {
+                *out = isa.run(PieceOfRow { logits, first_token });
             }
         },
     );
     for (row, out) in out.iter_mut().enumerate() {
         *out = joined(pieces[row..].iter().step_by(rows));
+    }
+}
+
+/// Rows whose logits are computed piece by piece, and the head.
+enum PieceSource<'a> {
+    F32 {
+        isa: Isa,
+        x: Rows<'a>,
+        head: &'a WeightMatrix<'a>,
+    },
+    #[cfg(target_arch = "x86_64")]
+    Bf16(HeadInput, &'a WeightMatrix<'a>),
+}
+
+impl<'a> PieceSource<'a> {
+    fn new(isa: Isa, x: &'a [f32], head: &'a WeightMatrix<'a>) -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if tiles::takes(isa, head) {
+            return Self::Bf16(HeadInput::new(isa, x, head), head);
+        }
+        Self::F32 { isa, x: Rows::all(x, head.cols()), head }
+    }
+
+    /// Logits of `tokens` tokens from `first_token` on: `out: [rows, tokens]`; `scratch` is as large.
+    fn logits(&self, out: &mut [f32], tokens: usize, first_token: usize, scratch: &mut [f32]) {
+        match self {
+            Self::F32 { isa, x, head } => {
+                let rows = x.count();
+                let by_token = &mut scratch[..tokens * rows];
+                let mut buffer = vec![0.0; STRIP * head.cols()];
+                for (strip, out) in by_token.chunks_mut(STRIP * rows).enumerate() {
+                    let first_row = first_token + strip * STRIP;
+                    isa.run(StripProducts { out, x: *x, w: head, first_row, buffer: &mut buffer });
+                }
+                for (row, out) in out.chunks_exact_mut(tokens).enumerate() {
+                    for (token, logit) in out.iter_mut().enumerate() {
+                        *logit = by_token[token * rows + row];
+                    }
+                }
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Bf16(input, head) => input.logits(out, tokens, head, first_token),
+        }
     }
 }
 

@@ -21,6 +21,43 @@ pub fn rms_norm(isa: Isa, out: &mut [f32], x: &[f32], weight: &[f32], eps: f32) 
     });
 }
 
+/// `x += y`, then [`rms_norm`] of `x` into `out`; all `[rows, dim]`.
+pub fn add_and_norm(isa: Isa, out: &mut [f32], x: &mut [f32], y: &[f32], weight: &[f32], eps: f32) {
+    assert!(out.len() == x.len() && y.len() == x.len() && out.len().is_multiple_of(weight.len()));
+    let piece = ELEMENTS_A_TASK.next_multiple_of(weight.len());
+    let pieces = out.par_chunks_mut(piece).zip(x.par_chunks_mut(piece)).zip(y.par_chunks(piece));
+    pieces.for_each(|((out, x), y)| {
+        isa.run(AddInPlace { x, y });
+        for (out, x) in out.chunks_exact_mut(weight.len()).zip(x.chunks_exact(weight.len())) {
+            isa.run(RmsNormRow { out, x, weight, eps });
+        }
+    });
+}
+
+/// `x += y`, element by element.
+pub fn add(isa: Isa, x: &mut [f32], y: &[f32]) {
+    assert_eq!(x.len(), y.len());
+    x.par_chunks_mut(ELEMENTS_A_TASK).zip(y.par_chunks(ELEMENTS_A_TASK)).for_each(|(x, y)| {
+        isa.run(AddInPlace { x, y });
+    });
+}
+
+struct AddInPlace<'a> {
+    x: &'a mut [f32],
+    y: &'a [f32],
+}
+
+impl Kernel for AddInPlace<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        for (x, y) in self.x.chunks_mut(LANES).zip(self.y.chunks(LANES)) {
+            lanes.store_part(lanes.add(lanes.load_part(x), lanes.load_part(y)), x);
+        }
+    }
+}
+
 struct RmsNormRow<'a> {
     out: &'a mut [f32],
     x: &'a [f32],
@@ -57,9 +94,10 @@ pub fn swiglu(isa: Isa, out: &mut [f32], gate: &[f32], up: &[f32]) {
     });
 }
 
-struct SwigluInPlace<'a> {
-    gate: &'a mut [f32],
-    up: &'a [f32],
+/// `gate = silu(gate) * up`; both of the same length.
+pub(super) struct SwigluInPlace<'a> {
+    pub(super) gate: &'a mut [f32],
+    pub(super) up: &'a [f32],
 }
 
 impl Kernel for SwigluInPlace<'_> {

@@ -10,6 +10,8 @@ use super::isa::Kernel;
 use super::lanes::Lanes;
 use super::linear::{StripProducts, linear, transpose};
 use super::products::{RowIds, Rows};
+#[cfg(target_arch = "x86_64")]
+use super::tiles::{self, Activations};
 use crate::codec::STRIP;
 use crate::matrix::WeightMatrix;
 
@@ -34,7 +36,8 @@ pub fn feed_forward(isa: Isa, out: &mut [f32], x: &[f32], expert: &Expert<'_>) {
     linear(isa, out, &gated, &expert.down);
 }
 
-/// `out[r] = sum over slots of weights[r, slot] * feed_forward(x[r], expert(ids[r, slot]))`, added in slot order.
+/// `out[r] = sum over slots of weights[r, slot] * feed_forward(x[r], expert(ids[r, slot]))`, added in slot order, or, in
+/// BF16, in ascending order of experts.
 ///
 /// `x`, `out`: `[rows, hidden]`; `ids`, `weights`: `[rows, slots]`. `expert` gives the matrices of an id, all of the
 /// same shape, and is asked once for each id in use. Each strip of eight rows of a used expert's matrices is decoded
@@ -56,6 +59,13 @@ pub fn experts<'a>(
     let slots = ids.len() / rows;
     assert_eq!(ids.len(), rows * slots);
     let uses = Uses::new(ids, slots, expert);
+    #[cfg(target_arch = "x86_64")]
+    if uses.experts.iter().all(|Used { expert, .. }| {
+        [&expert.gate, &expert.up, &expert.down].into_iter().all(|matrix| tiles::takes(isa, matrix))
+    }) {
+        out.fill(0.0);
+        return tiles::experts(isa, out, x, weights, hidden, &uses.experts, Activations::Rounded);
+    }
     let gated = gated(isa, x, hidden, &uses);
     let mut transposed = vec![0.0; out.len()];
     transposed.par_chunks_mut(STRIP * rows).enumerate().for_each_init(
@@ -84,6 +94,46 @@ pub fn experts<'a>(
     transpose(out, &transposed, hidden);
 }
 
+/// [`experts`] with activations of eight bits: what enters a projection is quantized, and what leaves it rounded to
+/// BF16, as [`crate::oracle::linear_int8`] does. Added in ascending order of experts.
+///
+/// # Panics
+/// Unless [`has_int8_experts`] holds for `isa` and every matrix.
+pub fn experts_int8<'a>(
+    isa: Isa,
+    out: &mut [f32],
+    x: &[f32],
+    ids: &[u32],
+    weights: &[f32],
+    hidden: usize,
+    expert: impl Fn(u32) -> Expert<'a>,
+) {
+    let rows = x.len() / hidden;
+    assert!(x.len() == rows * hidden && out.len() == x.len() && ids.len() == weights.len());
+    out.fill(0.0);
+    if ids.is_empty() {
+        return;
+    }
+    let slots = ids.len() / rows;
+    assert_eq!(ids.len(), rows * slots);
+    let uses = Uses::new(ids, slots, expert);
+    for Used { expert: Expert { gate, up, down }, .. } in &uses.experts {
+        assert!([gate, up, down].into_iter().all(|matrix| has_int8_experts(isa, matrix)));
+    }
+    #[cfg(target_arch = "x86_64")]
+    tiles::experts(isa, out, x, weights, hidden, &uses.experts, Activations::Int8);
+}
+
+/// Whether [`experts_int8`] is there for such matrices on `isa`: `i4_mma` and `i8_mma` in groups of 128, where products
+/// are done in BF16.
+#[must_use]
+pub fn has_int8_experts(isa: Isa, matrix: &WeightMatrix<'_>) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return isa.rounds_to_bf16() && tiles::takes_int8(matrix);
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
+
 /// Which rows use which experts.
 struct Uses<'a> {
     /// In ascending order of ids.
@@ -95,10 +145,12 @@ struct Uses<'a> {
 }
 
 /// An expert in use.
-struct Used<'a> {
-    expert: Expert<'a>,
+pub(super) struct Used<'a> {
+    pub(super) expert: Expert<'a>,
     /// Rows of `x`, ascending; a row that names the expert in two slots is there twice.
-    rows: Vec<u32>,
+    pub(super) rows: Vec<u32>,
+    /// The slot that names the expert, for each of `rows`, counted over all rows.
+    pub(super) slots: Vec<u32>,
     /// Rows of all experts before this one.
     rows_before: usize,
 }
@@ -124,7 +176,8 @@ impl<'a> Uses<'a> {
                 places[slot] = Place { used: experts.len(), index };
             }
             let rows = slots_of_one.iter().map(|&slot| (slot / slots) as u32).collect();
-            experts.push(Used { expert: expert(ids[slots_of_one[0]]), rows, rows_before: before });
+            let named_by = slots_of_one.iter().map(|&slot| slot as u32).collect();
+            experts.push(Used { expert: expert(ids[slots_of_one[0]]), rows, slots: named_by, rows_before: before });
         }
         let inner = experts[0].expert.gate.rows();
         for Expert { gate, up, down } in experts.iter().map(|used| &used.expert) {

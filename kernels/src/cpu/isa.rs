@@ -13,6 +13,8 @@ use thiserror::Error;
 #[cfg(target_arch = "x86_64")]
 use super::lanes::{Avx2, Avx512};
 use super::lanes::{Lanes, Scalar};
+#[cfg(target_arch = "x86_64")]
+use super::tiles::{Amx, Avx512Bf16};
 
 /// An instruction set, in ascending order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -23,10 +25,15 @@ pub enum Isa {
     Avx2Fma,
     /// AVX-512F.
     Avx512,
+    /// AVX-512 with BF16: products of stored weights take activations rounded to BF16; all else is as for `Avx512`.
+    Avx512Bf16,
+    /// AMX: as `Avx512Bf16`, with products by tiles.
+    Amx,
 }
 
 impl Isa {
-    const ALL: [Self; 3] = [Self::Scalar, Self::Avx2Fma, Self::Avx512];
+    /// All there are, in ascending order.
+    pub const ALL: [Self; 5] = [Self::Scalar, Self::Avx2Fma, Self::Avx512, Self::Avx512Bf16, Self::Amx];
 
     /// The best this CPU has.
     #[must_use]
@@ -37,7 +44,7 @@ impl Isa {
     /// The best this CPU has, but no better than `cap`.
     #[must_use]
     pub fn detect_up_to(cap: Option<Self>) -> Self {
-        let best = cap.unwrap_or(Self::Avx512);
+        let best = cap.unwrap_or(Self::Amx);
         Self::ALL.into_iter().rev().find(|isa| *isa <= best && isa.is_present()).unwrap_or(Self::Scalar)
     }
 
@@ -55,9 +62,20 @@ impl Isa {
             Self::Avx2Fma => Avx2::detect().is_some(),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => Avx512::detect().is_some(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512Bf16 => Avx512Bf16::detect().is_some(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => Amx::detect().is_some(),
             #[cfg(not(target_arch = "x86_64"))]
-            Self::Avx2Fma | Self::Avx512 => false,
+            Self::Avx2Fma | Self::Avx512 | Self::Avx512Bf16 | Self::Amx => false,
         }
+    }
+
+    /// Whether activations are rounded to BF16 where they meet weights that are stored as BF16 or quantized. Otherwise
+    /// everything is f32.
+    #[must_use]
+    pub fn rounds_to_bf16(self) -> bool {
+        self >= Self::Avx512Bf16
     }
 
     /// Runs `kernel` with the best instruction set that is both present and not above this one.
@@ -93,13 +111,15 @@ impl fmt::Display for Isa {
             Self::Scalar => "scalar",
             Self::Avx2Fma => "avx2",
             Self::Avx512 => "avx512",
+            Self::Avx512Bf16 => "avx512bf16",
+            Self::Amx => "amx",
         })
     }
 }
 
 /// A name that is no instruction set.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("unknown instruction set {0:?}, expected scalar, avx2 or avx512")]
+#[error("unknown instruction set {0:?}, expected scalar, avx2, avx512, avx512bf16 or amx")]
 pub struct UnknownIsa(pub String);
 
 impl FromStr for Isa {

@@ -7,13 +7,29 @@ use super::decode::decode_strip;
 use super::isa::Kernel;
 use super::lanes::Lanes;
 use super::products::{Rows, products};
+#[cfg(target_arch = "x86_64")]
+use super::tiles;
 use crate::codec::STRIP;
 use crate::matrix::WeightMatrix;
 
-/// `out[r, n] = sum over k of x[r, k] * w[n, k]`; `x: [rows, w.cols]`, `out: [rows, w.rows]`, both row-major.
+/// `out[r, n] = sum over k of x[r, k] * w[n, k]`; `x: [rows, w.cols]`, `out: [rows, w.rows]`, both row-major. With
+/// `x` rounded to BF16 where `isa` does so, see [`Isa::rounds_to_bf16`].
 ///
-/// Parallel over strips of eight rows of `w`, each decoded once for all rows of `x`.
+/// Parallel over a few rows of `w`, each decoded once for all rows of `x`.
 pub fn linear(isa: Isa, out: &mut [f32], x: &[f32], w: &WeightMatrix<'_>) {
+    #[cfg(target_arch = "x86_64")]
+    if tiles::takes(isa, w) {
+        assert!(x.len().is_multiple_of(w.cols()) && out.len() == x.len() / w.cols() * w.rows());
+        if !x.is_empty() {
+            tiles::linear(isa, out, x, w);
+        }
+        return;
+    }
+    linear_f32(isa, out, x, w);
+}
+
+/// [`linear`] in f32 on every instruction set: for routers.
+pub fn linear_f32(isa: Isa, out: &mut [f32], x: &[f32], w: &WeightMatrix<'_>) {
     let rows = x.len() / w.cols();
     assert!(x.len() == rows * w.cols() && out.len() == rows * w.rows());
     if rows == 0 {

@@ -7,6 +7,7 @@
 mod attention;
 mod candidates;
 mod experts;
+mod int8;
 mod linear;
 mod norm;
 mod rope;
@@ -16,6 +17,7 @@ mod swiglu;
 pub use attention::attention;
 pub use candidates::candidates;
 pub use experts::{PlainExpert, experts, feed_forward};
+pub use int8::{code_of, linear_int8, quantize_row, scale_of_group};
 pub use linear::linear;
 pub use norm::rms_norm;
 pub use rope::{inv_freq, rope_tables, rotate};

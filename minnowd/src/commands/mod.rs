@@ -1,5 +1,6 @@
 //! What the program does: one file, one verb.
 
+pub mod bench;
 pub mod eval;
 pub mod generate;
 pub mod serve;

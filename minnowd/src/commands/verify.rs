@@ -9,7 +9,7 @@ use minnow_common::BLOCK;
 use serde_json::json;
 
 use crate::config::{DecodingDefaults, Device, ModelSource};
-use crate::model::verify::{TOLERANCE_F32, VerifyReport, compare};
+use crate::model::verify::{VerifyReport, compare};
 use crate::session::{Opened, Session};
 
 /// Positions of the last block that are masks, as in the middle of a refinement.
@@ -26,7 +26,8 @@ pub fn run(source: &ModelSource, against: Device, text: Option<String>, as_json:
     let mut reference = opened.backend(source, against, 1)?;
     let session = opened.session(source, &DecodingDefaults::default(), &*subject)?;
     let tokens = tokens(&session, text.as_deref().unwrap_or(SAMPLE))?;
-    let report = compare(&mut *subject, &mut *reference, &tokens, TOLERANCE_F32)?;
+    let tolerance = f64::max(subject.tolerance(), reference.tolerance());
+    let report = compare(&mut *subject, &mut *reference, &tokens, tolerance)?;
     if as_json {
         println!(
             "{}",

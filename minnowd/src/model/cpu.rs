@@ -3,20 +3,19 @@
 //! All segments of a batch go through a layer together, so that each weight is read and decoded once for all of them;
 //! only attention looks at one segment at a time, and the router at one block at a time. That the result for a row is
 //! the same bits whatever is beside it is a promise of the kernels ("Batch invariance" in `kernels::ops`). Keys and
-//! values are f32; a page's memory is taken when it is first written.
+//! values are kept as the instruction set's attention reads them, and a page's memory is taken when it is first written.
 
 use std::ops::Range;
 
 use minnow_common::{BLOCK, ModelConfig};
-use minnow_kernels::cpu::{self, Expert, Isa};
+use minnow_kernels::cpu::{self, Expert, HeadNorm, Isa, KvBlock, KvRows};
 use minnow_kernels::ops::{self, Heads, RouterRules};
 use minnow_kernels::{codec, oracle};
+use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::{
-    Backend, Batch, Logits, ModelError, Need, Output, PageId, Point, Probe, Recorder, Segment, check_page_size,
-    read_values, write_values,
-};
+use super::verify::{TOLERANCE_BF16, TOLERANCE_F32};
+use super::{Backend, Batch, Ceilings, Logits, ModelError, Need, Output, PageId, Point, Probe, Recorder, Segment};
 use crate::decoder::{Candidate, Candidates};
 use crate::weights::{Experts, FeedForward, Gated, HeadNorms, Layer, Weights};
 
@@ -24,15 +23,14 @@ use crate::weights::{Experts, FeedForward, Gated, HeadNorms, Layer, Weights};
 pub struct Cpu {
     weights: Weights,
     isa: Isa,
+    /// Whether what enters the routed experts is quantized to eight bits.
+    has_int8_experts: bool,
     threads: ThreadPool,
     /// Rotary frequencies, `[rotary_dim / 2]`.
     frequencies: Vec<f32>,
-    pages: Vec<PageStore>,
+    /// K and V of blocks; `None` until first written.
+    pages: Vec<Option<KvBlock>>,
 }
-
-/// K and V of one block in every layer: `[layers, 2, kv_heads, 32, head_dim]`, K first; empty until first written.
-#[derive(Clone, Default)]
-struct PageStore(Vec<f32>);
 
 /// A segment's share of the arrays of a forward.
 struct Part<'a> {
@@ -56,11 +54,41 @@ impl Cpu {
         let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(|index| format!("cpu-{index}")).build();
         Ok(Self {
             isa: Isa::detect_up_to(isa),
+            has_int8_experts: false,
             threads: pool.map_err(|error| ModelError::Threads { threads, message: error.to_string() })?,
             frequencies: oracle::inv_freq(weights.config.rope_theta, weights.config.rotary_dim),
-            pages: vec![PageStore::default(); page_count],
+            pages: vec![None; page_count],
             weights,
         })
+    }
+}
+
+impl Cpu {
+    /// The same backend with what enters the routed experts quantized to eight bits (`kernels::oracle::linear_int8`).
+    /// Refused where the instruction set or the experts are not made for it.
+    pub fn with_int8_expert_activations(self) -> Result<Self, ModelError> {
+        let experts = self.weights.layers.iter().filter_map(|layer| match &layer.feed_forward {
+            FeedForward::Dense(_) => None,
+            FeedForward::Experts(experts) => Some(&experts.routed),
+        });
+        let unfit =
+            experts.flatten().flat_map(Gated::matrices).find(|matrix| !cpu::has_int8_experts(self.isa, &matrix.view()));
+        match unfit {
+            None => Ok(Self { has_int8_experts: true, ..self }),
+            Some(matrix) => Err(ModelError::Int8Experts { isa: self.isa.to_string(), tensor: matrix.name.clone() }),
+        }
+    }
+
+    /// Bytes of K and V of a block on the instruction set that a backend would choose.
+    #[must_use]
+    pub fn bytes_a_page(config: &ModelConfig, isa: Option<Isa>) -> usize {
+        KvBlock::bytes(Isa::detect_up_to(isa), heads(config), config.num_hidden_layers)
+    }
+
+    /// Refuses a buffer that is not as long as a page.
+    fn check_page(&self, found: usize) -> Result<(), ModelError> {
+        let expected = self.page_bytes();
+        if found == expected { Ok(()) } else { Err(ModelError::PageSize { found, expected }) }
     }
 }
 
@@ -75,64 +103,55 @@ impl Backend for Cpu {
 
     fn describe(&self) -> String {
         let threads = self.threads.current_num_threads();
-        format!("cpu ({}, {threads} thread{})", self.isa, if threads == 1 { "" } else { "s" })
+        let int8 = if self.has_int8_experts { ", int8 expert activations" } else { "" };
+        format!("cpu ({}, {threads} thread{}{int8})", self.isa, if threads == 1 { "" } else { "s" })
     }
 
     fn arithmetic(&self) -> String {
-        format!("cpu {}", self.isa)
+        format!("cpu {}{}", self.isa, if self.has_int8_experts { ", int8 expert activations" } else { "" })
+    }
+
+    fn tolerance(&self) -> f64 {
+        if self.isa.rounds_to_bf16() { TOLERANCE_BF16 } else { TOLERANCE_F32 }
+    }
+
+    fn ceilings(&self) -> Option<Ceilings> {
+        Some(self.threads.install(|| Ceilings {
+            read_bytes_per_second: cpu::read_bandwidth(self.isa),
+            flops_per_second: cpu::multiply_rate(self.isa),
+        }))
     }
 
     fn page_bytes(&self) -> usize {
-        super::page_bytes(&self.weights.config)
+        Self::bytes_a_page(&self.weights.config, Some(self.isa))
     }
 
     fn export_page(&self, page: PageId, out: &mut [u8]) -> Result<(), ModelError> {
-        check_page_size(&self.weights.config, out.len())?;
-        let store = self.pages.get(page.0 as usize).filter(|store| !store.0.is_empty());
-        let store = store.ok_or(ModelError::PageEmpty { page: page.0, count: self.pages.len() })?;
-        write_values(out, &store.0);
+        self.check_page(out.len())?;
+        let block = self.pages.get(page.0 as usize).and_then(Option::as_ref);
+        block.ok_or(ModelError::PageEmpty { page: page.0, count: self.pages.len() })?.export(out);
         Ok(())
     }
 
     fn import_page(&mut self, page: PageId, bytes: &[u8]) -> Result<(), ModelError> {
-        check_page_size(&self.weights.config, bytes.len())?;
+        self.check_page(bytes.len())?;
         let count = self.pages.len();
-        let store = self.pages.get_mut(page.0 as usize).ok_or(ModelError::PageEmpty { page: page.0, count })?;
-        store.0.clear();
-        store.0.extend(read_values(bytes));
+        let block = self.pages.get_mut(page.0 as usize).ok_or(ModelError::PageEmpty { page: page.0, count })?;
+        let config = &self.weights.config;
+        block.get_or_insert_with(|| KvBlock::new(self.isa, heads(config), config.num_hidden_layers)).import(bytes);
         Ok(())
     }
 
     fn forward(&mut self, batch: &Batch<'_>, probe: Option<&mut dyn Probe>) -> Result<Vec<Output>, ModelError> {
-        let Self { weights, isa, threads, frequencies, pages } = self;
+        let Self { weights, isa, has_int8_experts, threads, frequencies, pages } = self;
         batch.check(&weights.config, pages.len())?;
         let config = &weights.config;
         for page in batch.segments.iter().flat_map(|segment| segment.pages) {
-            pages[page.0 as usize].allocate(config);
+            let new = || KvBlock::new(*isa, heads(config), config.num_hidden_layers);
+            pages[page.0 as usize].get_or_insert_with(new);
         }
-        let pass = Pass { config, isa: *isa, frequencies };
+        let pass = Pass { config, isa: *isa, has_int8_experts: *has_int8_experts, frequencies };
         Ok(threads.install(|| pass.run(weights, batch, pages, &mut Recorder(probe))))
-    }
-}
-
-impl PageStore {
-    fn allocate(&mut self, config: &ModelConfig) {
-        if self.0.is_empty() {
-            self.0 = vec![0.0; 2 * config.num_hidden_layers * config.kv_elements_per_page()];
-        }
-    }
-
-    /// Keys and values of a layer, `[kv_heads, 32, head_dim]` each.
-    fn layer(&self, index: usize, config: &ModelConfig) -> ops::Page<'_> {
-        let elements = config.kv_elements_per_page();
-        let (keys, values) = self.0[2 * index * elements..][..2 * elements].split_at(elements);
-        ops::Page { keys, values }
-    }
-
-    /// [`layer`](Self::layer), to write.
-    fn layer_mut(&mut self, index: usize, config: &ModelConfig) -> (&mut [f32], &mut [f32]) {
-        let elements = config.kv_elements_per_page();
-        self.0[2 * index * elements..][..2 * elements].split_at_mut(elements)
     }
 }
 
@@ -140,6 +159,7 @@ impl PageStore {
 struct Pass<'a> {
     config: &'a ModelConfig,
     isa: Isa,
+    has_int8_experts: bool,
     frequencies: &'a [f32],
 }
 
@@ -148,7 +168,7 @@ impl Pass<'_> {
         &self,
         weights: &Weights,
         batch: &Batch<'_>,
-        pages: &mut [PageStore],
+        pages: &mut [Option<KvBlock>],
         probe: &mut Recorder<'_>,
     ) -> Vec<Output> {
         let config = self.config;
@@ -164,26 +184,55 @@ impl Pass<'_> {
         let only_pages = !probe.is_active() && parts.iter().all(|part| part.segment.need == Need::Nothing);
         let mut h = vec![0.0; x.len()];
         let mut y = vec![0.0; x.len()];
+        let mut qkv = vec![0.0; x.len() / config.hidden_size * config.qkv_rows()];
         for (index, layer) in weights.layers.iter().enumerate() {
-            cpu::rms_norm(self.isa, &mut h, &x, &layer.input_norm, config.rms_norm_eps);
-            let queries = self.keys_and_values(&h, layer, index, &parts, pages, probe);
+            if index == 0 {
+                cpu::rms_norm(self.isa, &mut h, &x, &layer.input_norm, config.rms_norm_eps);
+            } else {
+                cpu::add_and_norm(self.isa, &mut h, &mut x, &y, &layer.input_norm, config.rms_norm_eps);
+                self.record(probe, &parts, Some(index - 1), Point::Hidden, &x);
+            }
+            self.keys_and_values(&mut qkv, &h, layer, index, &parts, pages, probe);
             if only_pages && index + 1 == weights.layers.len() {
                 // Nobody reads what comes after the last keys and values.
+                y.fill(0.0);
                 break;
             }
-            self.attention(&mut y, &queries, layer, index, &parts, pages);
-            add(&mut x, &y);
+            self.attention(&mut y, &qkv, layer, index, &parts, pages);
+            cpu::add_and_norm(self.isa, &mut h, &mut x, &y, &layer.post_norm, config.rms_norm_eps);
             self.record(probe, &parts, Some(index), Point::Attention, &x);
 
-            cpu::rms_norm(self.isa, &mut h, &x, &layer.post_norm, config.rms_norm_eps);
             match &layer.feed_forward {
                 FeedForward::Dense(gated) => cpu::feed_forward(self.isa, &mut y, &h, &expert(gated)),
                 FeedForward::Experts(experts) => self.experts(&mut y, &h, experts, index, &parts, probe),
             }
-            add(&mut x, &y);
-            self.record(probe, &parts, Some(index), Point::Hidden, &x);
         }
-        parts.iter().enumerate().map(|(index, part)| self.output(weights, &x, index, part, probe)).collect()
+        cpu::add(self.isa, &mut x, &y);
+        if let Some(last) = weights.layers.len().checked_sub(1) {
+            self.record(probe, &parts, Some(last), Point::Hidden, &x);
+        }
+        let mut best = self.candidates(weights, &x, &parts, probe).into_iter();
+        let output = |(index, part): (usize, &Part<'_>)| {
+            if part.segment.need == Need::Candidates && !probe.is_active() {
+                return Output::Candidates(best.by_ref().take(part.rows.len()).collect());
+            }
+            self.output(weights, &x, index, part, probe)
+        };
+        parts.iter().enumerate().map(output).collect()
+    }
+
+    /// Candidates of all rows that want them, in order, so that the head is read once. None with a probe, which sees
+    /// whole logits instead.
+    fn candidates(&self, weights: &Weights, x: &[f32], parts: &[Part<'_>], probe: &Recorder<'_>) -> Vec<Candidates> {
+        let hidden = self.config.hidden_size;
+        let wanting = parts.iter().filter(|part| part.segment.need == Need::Candidates && !probe.is_active());
+        let x: Vec<f32> =
+            wanting.flat_map(|part| &x[part.rows.start * hidden..part.rows.end * hidden]).copied().collect();
+        let mut normalised = vec![0.0; x.len()];
+        cpu::rms_norm(self.isa, &mut normalised, &x, &weights.final_norm, self.config.rms_norm_eps);
+        let mut best = vec![[ops::Candidate::default(); ops::CANDIDATES]; x.len() / hidden];
+        cpu::head_candidates(self.isa, &mut best, &normalised, &weights.head.view());
+        best.into_iter().map(candidates).collect()
     }
 
     fn part<'s>(&self, segment: &'s Segment<'s>, first_row: usize) -> Part<'s> {
@@ -204,81 +253,81 @@ impl Pass<'_> {
         x
     }
 
-    /// Writes keys and values of all rows into the pages, and returns the queries, `[rows, heads * head_dim]`, ready
-    /// for attention. `h: [rows, hidden]`, normalised.
+    /// Projects `h: [rows, hidden]`, normalised, into `qkv: [rows, qkv rows]`, prepares queries and keys for attention,
+    /// and writes keys and values into the pages.
+    #[expect(clippy::too_many_arguments, reason = "one step of a forward, called in one place")]
     fn keys_and_values(
         &self,
+        qkv: &mut [f32],
         h: &[f32],
         layer: &Layer,
         index: usize,
         parts: &[Part<'_>],
-        pages: &mut [PageStore],
+        pages: &mut [Option<KvBlock>],
         probe: &mut Recorder<'_>,
-    ) -> Vec<f32> {
-        let config = self.config;
-        let (dim, kv_heads) = (config.head_dim, config.num_key_value_heads);
-        let (query_width, kv_width) = (config.num_attention_heads * dim, kv_heads * dim);
-        let rows = h.len() / config.hidden_size;
-        let mut qkv = vec![0.0; rows * config.qkv_rows()];
-        cpu::linear(self.isa, &mut qkv, h, &layer.qkv.view());
-
-        let split = |from: usize, width: usize| -> Vec<f32> {
-            qkv.chunks_exact(config.qkv_rows()).flat_map(|row| &row[from..from + width]).copied().collect()
-        };
-        let mut queries = split(0, query_width);
-        let mut keys = split(query_width, kv_width);
-        let values = split(query_width + kv_width, kv_width);
-        if let Some(HeadNorms { query, key }) = &layer.head_norms {
-            for (heads, weight) in [(&mut queries, query), (&mut keys, key)] {
-                let mut normalised = vec![0.0; heads.len()];
-                cpu::rms_norm(self.isa, &mut normalised, heads, weight, config.rms_norm_eps);
-                *heads = normalised;
-            }
-        }
+    ) {
+        let (config, heads) = (self.config, heads(self.config));
+        let stride = config.qkv_rows();
+        cpu::linear(self.isa, qkv, h, &layer.qkv.view());
+        let norm =
+            layer.head_norms.as_ref().map(|HeadNorms { query, key }| HeadNorm { query, key, eps: config.rms_norm_eps });
         for part in parts {
-            let pairs = self.frequencies.len();
-            let tables = || part.cos.chunks_exact(pairs).zip(part.sin.chunks_exact(pairs));
-            for (heads, width) in [(&mut queries, query_width), (&mut keys, kv_width)] {
-                let of_part = &mut heads[part.rows.start * width..part.rows.end * width];
-                for (row, (cos, sin)) in of_part.chunks_exact_mut(width).zip(tables()) {
-                    row.chunks_exact_mut(dim).for_each(|head| oracle::rotate(head, cos, sin));
-                }
-            }
+            let rows = &mut qkv[part.rows.start * stride..part.rows.end * stride];
+            cpu::prepare_heads(self.isa, rows, stride, heads, norm, &part.cos, &part.sin);
+        }
+        let keys_at = heads.query * heads.dim;
+        let values_at = keys_at + heads.kv * heads.dim;
+        let mut written: Vec<Option<KvRows<'_>>> = vec![None; pages.len()];
+        for part in parts {
             for (block, page) in part.written_pages() {
-                let first_row = part.rows.start + block * BLOCK;
-                let of_block = |all| by_head(all, first_row, kv_heads, dim);
-                let (page_keys, page_values) = pages[page.0 as usize].layer_mut(index, config);
-                of_block(&keys).zip(page_keys.chunks_exact_mut(dim)).for_each(|(from, to)| to.copy_from_slice(from));
-                of_block(&values)
-                    .zip(page_values.chunks_exact_mut(dim))
-                    .for_each(|(from, to)| to.copy_from_slice(from));
+                let rows = &qkv[(part.rows.start + block * BLOCK) * stride..][..BLOCK * stride];
+                written[page.0 as usize] = Some(KvRows { rows, stride, keys_at, values_at });
             }
         }
-        self.record(probe, parts, Some(index), Point::Key, &keys);
-        self.record(probe, parts, Some(index), Point::Value, &values);
-        queries
+        pages.par_iter_mut().zip(written).for_each(|(page, rows)| {
+            if let (Some(page), Some(rows)) = (page, rows) {
+                page.write(self.isa, index, rows);
+            }
+        });
+        if probe.is_active() {
+            let columns = |from: usize| -> Vec<f32> {
+                qkv.chunks_exact(stride).flat_map(|row| &row[from..from + heads.kv * heads.dim]).copied().collect()
+            };
+            self.record(probe, parts, Some(index), Point::Key, &columns(keys_at));
+            self.record(probe, parts, Some(index), Point::Value, &columns(values_at));
+        }
     }
 
     /// Attention of every segment over its own pages, projected into `out: [rows, hidden]`.
     fn attention(
         &self,
         out: &mut [f32],
-        queries: &[f32],
+        qkv: &[f32],
         layer: &Layer,
         index: usize,
         parts: &[Part<'_>],
-        pages: &[PageStore],
+        pages: &[Option<KvBlock>],
     ) {
-        let config = self.config;
-        let heads = Heads { query: config.num_attention_heads, kv: config.num_key_value_heads, dim: config.head_dim };
+        let (heads, stride) = (heads(self.config), self.config.qkv_rows());
         let width = heads.query * heads.dim;
-        let mut mixed = vec![0.0; queries.len()];
+        let mut mixed = vec![0.0; qkv.len() / stride * width];
+        let mut rest = &mut mixed[..];
+        let mut tasks = Vec::with_capacity(parts.len());
         for part in parts {
-            let seen: Vec<ops::Page<'_>> =
-                part.segment.pages.iter().map(|page| pages[page.0 as usize].layer(index, config)).collect();
-            let values = part.rows.start * width..part.rows.end * width;
-            cpu::attention(self.isa, &mut mixed[values.clone()], &queries[values], &seen, heads);
+            let (of_part, others) = rest.split_at_mut(part.rows.len() * width);
+            rest = others;
+            tasks.push((part, of_part));
         }
+        tasks.into_par_iter().for_each(|(part, mixed)| {
+            let seen = part
+                .segment
+                .pages
+                .iter()
+                .map(|page| pages[page.0 as usize].as_ref().expect("pages are made before the first layer"));
+            let seen: Vec<&KvBlock> = seen.collect();
+            let q = &qkv[part.rows.start * stride..part.rows.end * stride];
+            cpu::attend(self.isa, mixed, q, stride, &seen, index, heads);
+        });
         cpu::linear(self.isa, out, &mixed, &layer.dense.view());
     }
 
@@ -295,9 +344,9 @@ impl Pass<'_> {
         let config = self.config;
         let rows = h.len() / config.hidden_size;
         let mut scores = vec![0.0; rows * config.num_experts];
-        cpu::linear(self.isa, &mut scores, h, &experts.router.view());
+        cpu::linear_f32(self.isa, &mut scores, h, &experts.router.view());
         self.record(probe, parts, Some(index), Point::RouterLogits, &scores);
-        oracle::sigmoid(&mut scores);
+        cpu::sigmoid(self.isa, &mut scores);
 
         let mut ids = vec![0; rows * config.num_experts_per_tok];
         let mut weights = vec![0.0; ids.len()];
@@ -306,10 +355,10 @@ impl Pass<'_> {
             experts_per_token: config.num_experts_per_tok,
             scale: config.routed_scaling_factor,
         };
-        oracle::route(&mut ids, &mut weights, &scores, &experts.bias, &rules);
+        cpu::route(&mut ids, &mut weights, &scores, &experts.bias, &rules);
         if probe.is_active() {
             for row in scores.chunks_exact_mut(config.num_experts) {
-                add(row, &experts.bias);
+                row.iter_mut().zip(&experts.bias).for_each(|(score, bias)| *score += bias);
             }
             self.record(probe, parts, Some(index), Point::RouterScores, &scores);
             let whole: Vec<f32> = ids.iter().map(|&id| id as f32).collect();
@@ -317,11 +366,15 @@ impl Pass<'_> {
             self.record(probe, parts, Some(index), Point::RouterWeights, &weights);
         }
         let routed = |id: u32| expert(&experts.routed[id as usize]);
-        cpu::experts(self.isa, out, h, &ids, &weights, config.hidden_size, routed);
+        if self.has_int8_experts {
+            cpu::experts_int8(self.isa, out, h, &ids, &weights, config.hidden_size, routed);
+        } else {
+            cpu::experts(self.isa, out, h, &ids, &weights, config.hidden_size, routed);
+        }
         if let Some(shared) = &experts.shared {
             let mut of_shared = vec![0.0; out.len()];
             cpu::feed_forward(self.isa, &mut of_shared, h, &expert(shared));
-            add(out, &of_shared);
+            cpu::add(self.isa, out, &of_shared);
         }
     }
 
@@ -336,11 +389,6 @@ impl Pass<'_> {
         cpu::rms_norm(self.isa, &mut normalised, x, &weights.final_norm, config.rms_norm_eps);
         probe.record(index, None, Point::Normalized, config.hidden_size, &normalised);
         let head = weights.head.view();
-        if part.segment.need == Need::Candidates && !probe.is_active() {
-            let mut best = vec![[ops::Candidate::default(); ops::CANDIDATES]; part.rows.len()];
-            cpu::head_candidates(self.isa, &mut best, &normalised, &head);
-            return Output::Candidates(best.into_iter().map(candidates).collect());
-        }
         let mut logits = vec![0.0; part.rows.len() * config.vocab_size];
         cpu::linear(self.isa, &mut logits, &normalised, &head);
         probe.record(index, None, Point::Logits, config.vocab_size, &logits);
@@ -376,21 +424,13 @@ fn expert(gated: &Gated) -> Expert<'_> {
     Expert { gate: gated.gate.view(), up: gated.up.view(), down: gated.down.view() }
 }
 
-/// Heads of the 32 rows from `first_row` on, in the order of a page: `rows: [any, heads, dim]` to `[heads, 32, dim]`.
-fn by_head(rows: &[f32], first_row: usize, heads: usize, dim: usize) -> impl Iterator<Item = &[f32]> {
-    (0..heads)
-        .flat_map(move |head| (first_row..first_row + BLOCK).map(move |row| &rows[(row * heads + head) * dim..][..dim]))
+/// Shape of attention.
+fn heads(config: &ModelConfig) -> Heads {
+    Heads { query: config.num_attention_heads, kv: config.num_key_value_heads, dim: config.head_dim }
 }
 
 fn candidates(best: [ops::Candidate; ops::CANDIDATES]) -> Candidates {
     Candidates(best.map(|ops::Candidate { token, confidence, .. }| Candidate { token, confidence }))
-}
-
-/// `x += y`, element by element.
-fn add(x: &mut [f32], y: &[f32]) {
-    for (x, y) in x.iter_mut().zip(y) {
-        *x += y;
-    }
 }
 
 /// Cores this process may use, hyper-threads of one core counted once: two threads of a core share its vector units.

@@ -14,6 +14,7 @@ pub mod verify;
 use std::collections::HashMap;
 
 use minnow_common::{BLOCK, ModelConfig};
+use serde::Serialize;
 use thiserror::Error;
 
 pub use crate::cache::PageId;
@@ -45,9 +46,29 @@ pub trait Backend: Send {
     /// holds anything.
     fn import_page(&mut self, page: PageId, bytes: &[u8]) -> Result<(), ModelError>;
 
+    /// The relative distance from the exact model that this backend's rounding explains, as long as all experts are the
+    /// same: see [`verify`].
+    fn tolerance(&self) -> f64 {
+        verify::TOLERANCE_F32
+    }
+
+    /// What the machine under this backend can do at best, measured now. `None` where nobody measures it.
+    fn ceilings(&self) -> Option<Ceilings> {
+        None
+    }
+
     /// Evaluates every segment and writes the K/V of its blocks into its last pages. One output for each segment, in
     /// order. After an error the pages that the batch writes hold anything.
     fn forward(&mut self, batch: &Batch<'_>, probe: Option<&mut dyn Probe>) -> Result<Vec<Output>, ModelError>;
+}
+
+/// What a machine can do at best.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Ceilings {
+    /// Bytes of memory read in a second.
+    pub read_bytes_per_second: f64,
+    /// Floating-point operations in a second, of the products that weights go through.
+    pub flops_per_second: f64,
 }
 
 /// One sequence's share of a batch: whole blocks at the end of what it has so far.
@@ -216,6 +237,17 @@ pub enum ModelError {
         found: usize,
         /// Bytes of a page.
         expected: usize,
+    },
+    /// Activations of eight bits were asked for where they are not to be had.
+    #[error(
+        "--int8-expert-activations needs avx512bf16 or amx and experts stored as i8_mma or i4_mma in groups of 128; \
+         this is {isa}, and {tensor} does not fit"
+    )]
+    Int8Experts {
+        /// The instruction set in use.
+        isa: String,
+        /// The first expert matrix that is not stored so, or any where the instruction set is the reason.
+        tensor: String,
     },
     /// The reference backend's tensor library refused.
     #[error("the tensor library refused: {0}")]

@@ -21,6 +21,14 @@ use super::{Backend, Batch, ModelError, Need, PageId, Point, Segment};
 /// angle or a swapped row causes.
 pub const TOLERANCE_F32: f64 = 3e-4;
 
+/// [`TOLERANCE_F32`] for backends whose products take activations rounded to BF16.
+///
+/// Rounding a value moves it by up to 2^-9 of itself, 1.1e-3 in the mean, and a sum of products of rounded values errs by
+/// that part of itself. A layer has five such products one after the other (qkv, dense, gate with up, down, and what
+/// attention makes of the first), so 32 layers that add as much as they find end near sqrt(160) * 1.1e-3 = 1.4e-2. Twice
+/// that is allowed. A wrong scale, a wrong angle or a swapped row causes ten percent and more.
+pub const TOLERANCE_BF16: f64 = 3e-2;
+
 /// Largest relative distance once a close call fell differently.
 ///
 /// A token that swaps one of its k experts replaces about 1/k of its routed output, and through the pool of its block
