@@ -1,7 +1,8 @@
 // Strips: how a weight matrix [N, K] lies in device memory, and how its elements become operands of the tensor cores.
 //
-// A strip is 16 rows; strips follow one another (N is padded with zero rows), and each is a row of blocks of UNIT
-// columns. A block is its codes, then its scales. Codes lie in the order of the A operand of mma.m16n8k16, which is
+// A strip is 16 rows (N is padded with zero rows), and it is made of blocks of UNIT columns. Eight strips are a band, the
+// last one maybe fewer: bands follow one another, in a band the blocks of the same columns do, and those of the strips lie
+// side by side. A block is its codes, then its scales. Codes lie in the order of the A operand of mma.m16n8k16, which is
 // also that of wgmma's A in registers: lane l = 4 g + c holds of a 16 x 16 tile the pairs
 //     a0 = (g, 2c..2c+1)   a1 = (g+8, 2c..)   a2 = (g, 2c+8..)   a3 = (g+8, 2c+8..)
 // and 16 bytes of one lane are
@@ -27,6 +28,20 @@ using bf16 = __nv_bfloat16;
 __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+/// (a & MASK) ^ b and (a & MASK) | b: one instruction, where the compiler makes two of two constants.
+template <uint32_t MASK>
+__device__ __forceinline__ uint32_t and_xor(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(d) : "r"(a), "n"(MASK), "r"(b));
+    return d;
+}
+template <uint32_t MASK>
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b) {
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "n"(MASK), "r"(b));
     return d;
 }
 
@@ -69,7 +84,7 @@ struct Int8 {
     /// Bytes 0 and 2 of `word`, two's complement. With m = the low seven bits and s = the sign bit, the code is m - 128 s;
     /// 0x4300 | m is 128 + m in BF16, and 0x4300 | (s << 7) is 128 + 128 s.
     static __device__ __forceinline__ uint32_t widen(uint32_t word) {
-        uint32_t low = (word & 0x007f007fu) | 0x43004300u, high = (word & 0x00800080u) | 0x43004300u;
+        uint32_t low = and_or<0x007f007fu>(word, 0x43004300u), high = and_or<0x00800080u>(word, 0x43004300u);
         return fma_bf16x2(high, 0xbf80bf80u, low);
     }
     template <int J>
@@ -96,7 +111,7 @@ struct Int4 {
     /// The low nibbles of both halves, two's complement: with its top bit flipped a nibble is code + 8, and
     /// 0x4300 | (code + 8) is 136 + code in BF16.
     static __device__ __forceinline__ uint32_t widen(uint32_t word) {
-        return fma_bf16x2((word & 0x000f000fu) ^ 0x43084308u, 0x3f803f80u, 0xc308c308u);
+        return fma_bf16x2(and_xor<0x000f000fu>(word, 0x43084308u), 0x3f803f80u, 0xc308c308u);
     }
     template <int J>
     static __device__ __forceinline__ void fragment(uint32_t (&a)[4], const Lane &lane) {
@@ -133,7 +148,7 @@ struct Nvfp4 {
         uint32_t word = J == 0 ? lane.tiles.x : J == 1 ? lane.tiles.y : J == 2 ? lane.tiles.z : lane.tiles.w;
         uint32_t upper = scale<J>(lane.scales.x), lower = scale<J>(lane.scales.y);
         constexpr uint32_t MASK = 0x81c081c0u, NO_MORE = 0x80008000u;
-        uint32_t last = (word << 7 & 0x01800180u) | (word << 3 & 0x00400040u) | (word << 11 & 0x80008000u);
+        uint32_t last = and_or<0x01800180u>(word << 7, and_or<0x00400040u>(word << 3, word << 11 & 0x80008000u));
         a[0] = fma_bf16x2(word & MASK, upper, NO_MORE);
         a[1] = fma_bf16x2(__funnelshift_r(word, word, 3) & MASK, lower, NO_MORE);
         a[2] = fma_bf16x2(__funnelshift_r(word, word, 6) & MASK, upper, NO_MORE);
@@ -141,17 +156,27 @@ struct Nvfp4 {
     }
 };
 
-/// Where 16 x 64 codes of a strip begin, and where their scales (NVFP4's) are, `unit64` counting from the strip's start.
+/// Strips of a band.
+constexpr int BAND = 8;
+
+/// Where blocks number `block` of the strips from `strip` on begin, up to the end of the band; `strips` and `blocks`: of the
+/// matrix, and of a strip.
+template <class F>
+__device__ __forceinline__ const uint8_t *blocks_at(const uint8_t *matrix, int strips, int blocks, int strip, int block) {
+    const int first = strip / BAND * BAND, across = min(BAND, strips - first);
+    return matrix + (size_t(first) * blocks + block * across + strip % BAND) * F::BYTES;
+}
+
+/// Where, in a block, 16 x 64 codes begin, and the scales (NVFP4's), and those of the group around column `k`.
 template <class F>
 __device__ __forceinline__ constexpr int codes_at(int unit64) {
-    return unit64 * 64 / F::UNIT * F::BYTES + unit64 * 64 % F::UNIT * F::CODE_BYTES_A_COLUMN;
+    return unit64 * 64 % F::UNIT * F::CODE_BYTES_A_COLUMN;
 }
 template <class F>
-__device__ __forceinline__ constexpr int scales_at(int unit64) {
-    return unit64 * 64 / F::UNIT * F::BYTES + F::UNIT * F::CODE_BYTES_A_COLUMN;
+__device__ __forceinline__ constexpr int scales_at() {
+    return F::UNIT * F::CODE_BYTES_A_COLUMN;
 }
-/// Where the scales of the integer group around column `k` begin.
 template <class F>
 __device__ __forceinline__ constexpr int group_at(int k) {
-    return k / F::UNIT * F::BYTES + F::UNIT * F::CODE_BYTES_A_COLUMN + k % F::UNIT / F::GROUP * 32;
+    return F::UNIT * F::CODE_BYTES_A_COLUMN + k % F::UNIT / F::GROUP * 32;
 }

@@ -30,10 +30,11 @@ struct OutTile {
         at[0] = swiglu(sum[0], sum[2]), at[PITCH] = swiglu(sum[1], sum[3]);
     }
 
-    /// Writes `count` tokens, `width` values each (a multiple of 8), to `out + row_of(t) * pitch`.
-    template <class ROW_OF>
+    /// Writes `count` tokens, `width` values each (a multiple of 8), to `out + row_of(t) * pitch`; by the first `THREADS`
+    /// threads.
+    template <int THREADS, class ROW_OF>
     __device__ __forceinline__ void store(bf16 *out, size_t pitch, int count, int width, ROW_OF row_of) const {
-        for (int piece = threadIdx.x; piece < count * (WIDTH / 8); piece += blockDim.x) {
+        for (int piece = threadIdx.x; piece < count * (WIDTH / 8); piece += THREADS) {
             int t = piece / (WIDTH / 8), at = piece % (WIDTH / 8) * 8;
             if (at < width) {
                 *reinterpret_cast<uint4 *>(out + size_t(row_of(t)) * pitch + at) =
@@ -51,11 +52,12 @@ struct Best {
 constexpr int BEST = 4, BEST_WIDTH = 256;
 
 /// The best four of each token's `width` logits, best first, the lower id first among equals, NaN as minus infinity,
-/// and the sum of exp(logit - best logit). One warp a token.
+/// and the sum of exp(logit - best logit). One warp a token, by the first `THREADS` threads.
+template <int THREADS>
 __device__ __forceinline__ void store_best(const OutTile<BEST_WIDTH> &tile, Best best, int first_row, int count,
                                            int vocabulary_tile, int tiles, int width) {
     const int lane = threadIdx.x % 32;
-    for (int t = threadIdx.x / 32; t < count; t += blockDim.x / 32) {
+    for (int t = threadIdx.x / 32; t < count; t += THREADS / 32) {
         uint4 eight = *reinterpret_cast<const uint4 *>(tile.values + t * OutTile<BEST_WIDTH>::PITCH + lane * 8);
         const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
         float logit[8];

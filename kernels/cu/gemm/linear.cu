@@ -4,7 +4,7 @@
 //       `f32`     out: [rows, pitch] f32
 //       `gated`   w: gate and up interleaved by eight rows; out: [rows, pitch] bf16, bf16(bf16(silu(gate)) * up), n / 2
 //       `best`    the best tokens of each row and tile of 256 weight rows: finish.cuh
-// Grid: x over the weight rows, y over the tokens.  Block, shared: `Tile`.  See tile.cuh for the order of sums.
+// Grid: x over the tokens, y over the weight rows, so that blocks of the same weights run together.  Block, shared: `Tile`.  See tile.cuh for the order of sums.
 // Bound by memory with few rows (each weight is read once for 32 or 64 tokens), by the tensor cores with many.
 // Oracle: kernels/src/oracle/{linear,swiglu,candidates}.rs
 #include "finish.cuh"
@@ -27,10 +27,9 @@ __device__ __forceinline__ void linear(void *out, Best best, const bf16 *x, cons
                                        int pitch) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ uint32_t row_of[T::COLS];
-    const int strip = blockIdx.x * T::STRIPS, first = blockIdx.y * T::COLS, count = min(rows - first, T::COLS);
-    const size_t strip_bytes = size_t(k) / Bf16::UNIT * Bf16::BYTES;
+    const int strip = blockIdx.y * T::STRIPS, first = blockIdx.x * T::COLS, count = min(rows - first, T::COLS);
     T tile;
-    tile.run(shared, w + strip * strip_bytes, strip_bytes, (n + 15) / 16 - strip, x, row_of, count, k, [&] {
+    tile.run(shared, w, (n + 15) / 16, strip, x, row_of, count, k, [&] {
         for (int t = threadIdx.x; t < T::COLS; t += T::THREADS) {
             row_of[t] = first + t;
         }
@@ -44,7 +43,7 @@ __device__ __forceinline__ void linear(void *out, Best best, const bf16 *x, cons
             for (int i = 0; i < T::NT * 4; ++i) {
                 const int to = t + i / 4 * 8 + i % 2, from = strip * 16 + row + s * 16 + i % 4 / 2 * 8;
                 if (to < count && from < n) {
-                    static_cast<float *>(out)[size_t(first + to) * pitch + from] = tile.sum[s][i / 4][i % 4];
+                    static_cast<float *>(out)[size_t(first + to) * pitch + from] = tile.warp.sum[s][i / 4][i % 4];
                 }
             }
         }
@@ -58,19 +57,19 @@ __device__ __forceinline__ void linear(void *out, Best best, const bf16 *x, cons
 #pragma unroll
         for (int i = 0; i < T::NT; ++i) {
             if constexpr (WHAT == GATED) {
-                values.put_gated(tile.sum[s][i], (row - g) / 2 + g + s * 8, t + i * 8);
+                values.put_gated(tile.warp.sum[s][i], (row - g) / 2 + g + s * 8, t + i * 8);
             } else {
-                values.put(tile.sum[s][i], row + s * 16, t + i * 8);
+                values.put(tile.warp.sum[s][i], row + s * 16, t + i * 8);
             }
         }
     }
     __syncthreads();
     if constexpr (WHAT == BEST_TOKENS) {
         static_assert(T::ROWS == BEST_WIDTH);
-        store_best(values, best, first, count, blockIdx.x, gridDim.x, min(n - strip * 16, WIDTH));
+        store_best<T::THREADS>(values, best, first, count, blockIdx.y, gridDim.y, min(n - strip * 16, WIDTH));
     } else {
-        const int columns = WHAT == GATED ? n / 2 : n, column = blockIdx.x * WIDTH;
-        values.store(static_cast<bf16 *>(out) + column, pitch, count, columns - column,
+        const int columns = WHAT == GATED ? n / 2 : n, column = blockIdx.y * WIDTH;
+        values.template store<T::THREADS>(static_cast<bf16 *>(out) + column, pitch, count, columns - column,
                      [&](int token) { return first + token; });
     }
 }

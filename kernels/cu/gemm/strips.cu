@@ -128,7 +128,8 @@ __device__ __forceinline__ void make(uint32_t *target, Source upper, Source lowe
             }
         }
     }
-    target[size_t(blockIdx.y) * (k / unit * block_words) + word_of_strip] = word;
+    const int band = blockIdx.y / BAND * BAND, across = min(BAND, int(gridDim.y) - band);
+    target[(size_t(band) * (k / unit) + block * across + blockIdx.y % BAND) * block_words + at] = word;
 }
 
 }  // namespace

@@ -1,30 +1,33 @@
-// A tile of a matrix product as in tile.cuh, by wgmma: for many rows, on Hopper. The weights go through registers, which
+// A tile of a matrix product as in tile.cuh, by wgmma, for many rows on Hopper. The weights go through registers, which
 // hold them in the same order as mma.sync's A operand; the tokens are read from shared memory.
 //
-// Two warpgroups compute ROWS = 128 * MS weight rows of N tokens. Of the STAGES stages of DEPTH columns in shared memory,
-// STAGES - 2 are on their way, one is read by products still running, and one by those being issued. A batch of 16-column
-// steps is issued while the next one's weights are widened. Same order of sums as tile.cuh.
+// One warpgroup brings the stages, of DEPTH columns, of which STAGES are in shared memory. Two others compute ROWS = 128 * MS
+// weight rows of N tokens: while the products of one run, the other widens its next weights. Same order of sums as
+// warp_tile.cuh. Offsets within the tokens are of 32 bits: up to 64 GiB of them.
 #pragma once
 
-#include "common/async.cuh"
+#include "common/barrier.cuh"
 #include "common/strips.cuh"
 #include "common/wgmma.cuh"
 
-template <class FORMAT, int MS_, int N_, int DEPTH_, int STAGES_>
+/// `N_MAX`: tokens that stages have room for. Tiles with the same stages may follow each other, whatever their `N`.
+template <class FORMAT, int MS_, int N_, int DEPTH_, int STAGES_, int N_MAX = N_>
 struct WideTile {
     using F = FORMAT;
     static constexpr int MS = MS_, N = N_, DEPTH = DEPTH_, STAGES = STAGES_;
-    static constexpr int THREADS = 256, STRIPS = 8 * MS, ROWS = 16 * STRIPS, COLS = N;
-    static_assert(DEPTH % F::UNIT == 0 && STAGES >= 3);
-    static constexpr int STRIP_BYTES = DEPTH / F::UNIT * F::BYTES;
-    static constexpr int TOKEN_BYTES = N * DEPTH * 2, WEIGHT_BYTES = STRIPS * STRIP_BYTES;
+    /// The first 256 threads work, the others carry.
+    static constexpr int WORKERS = 256, CARRIERS = 128, THREADS = WORKERS + CARRIERS;
+    static constexpr int STRIPS = 8 * MS, ROWS = 16 * STRIPS, COLS = N, BLOCKS = DEPTH / F::UNIT;
+    static_assert(DEPTH % F::UNIT == 0 && N % 16 == 0);
+    static constexpr int TOKEN_BYTES = N_MAX * DEPTH * 2, WEIGHT_BYTES = BLOCKS * STRIPS * F::BYTES;
     /// Tokens lie first: the swizzle wants them 1024-byte aligned.
     static constexpr int STAGE_BYTES = (TOKEN_BYTES + WEIGHT_BYTES + 1023) / 1024 * 1024;
-    static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES;
+    /// The stages, then a barrier that says a stage is full, and one that says it was read, for each.
+    static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES + STAGES * 16;
     /// Steps of 16 columns issued together: at most 64 columns, and within one group of integers.
     static constexpr int BATCH = F::GROUP == 32 ? 2 : 4, BATCHES = DEPTH / 16 / BATCH;
 
-    /// What a thread ends up with of block `m` of its warpgroup's 64 rows: as `Tile::sum`, tokens 8 i on at 4 i.
+    /// What a thread ends up with of block `m` of its warpgroup's 64 rows: as `WarpTile::sum`, tokens 8 i on at 4 i.
     float sum[MS][N / 2];
 
     /// The first row of block `m`, of which the thread has rows g and g+8.
@@ -32,56 +35,98 @@ struct WideTile {
         return (threadIdx.x / 128 * MS + m) * 64 + threadIdx.x % 128 / 32 * 16;
     }
 
-    static __device__ __forceinline__ void copy_weights(uint8_t *shared, const uint8_t *weights, size_t strip_bytes,
-                                                        int strips, int index) {
-        constexpr int PIECES = STRIP_BYTES / 16, TOTAL = STRIPS * PIECES;
-        uint32_t to = shared_address(shared) + index % STAGES * STAGE_BYTES + TOKEN_BYTES;
-        weights += size_t(index) * STRIP_BYTES;
-#pragma unroll
-        for (int first = 0; first < TOTAL; first += THREADS) {
-            int piece = first + threadIdx.x, strip = piece / PIECES;
-            if (piece < TOTAL && strip < strips) {
-                copy_16(to + piece * 16, weights + strip * strip_bytes + piece % PIECES * 16);
-            }
-        }
+    static __device__ __forceinline__ uint32_t full(const uint8_t *shared, int index) {
+        return shared_address(shared) + STAGES * STAGE_BYTES + index % STAGES * 8;
+    }
+    static __device__ __forceinline__ uint32_t read(const uint8_t *shared, int index) {
+        return full(shared, index) + STAGES * 8;
     }
 
-    /// Rows of 64 columns under the 128-byte swizzle; those of the next 64 columns follow.
-    static __device__ __forceinline__ void copy_tokens(uint8_t *shared, const bf16 *x, const uint32_t *rows, int count,
-                                                       int k, int index) {
-        uint32_t to = shared_address(shared) + index % STAGES * STAGE_BYTES;
+    /// First of all, by all threads.
+    static __device__ __forceinline__ void begin(const uint8_t *shared) {
+        if (threadIdx.x == 0) {
+            for (int index = 0; index < STAGES; ++index) {
+                barrier_init(full(shared, index), 1 + CARRIERS);
+                barrier_init(read(shared, index), WORKERS / 32);
+            }
+            barriers_ready();
+        }
+        __syncthreads();
+    }
+
+    /// Before `bring`, and before `multiply`: registers move from who brings to who works. 40 and 232 are what 168 for
+    /// all at the start come to.
+    static __device__ __forceinline__ void as_carrier() {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    }
+    static __device__ __forceinline__ void as_worker() {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    }
+
+    /// Brings everything, as `BulkTile::bring`; by the last warpgroup. `before`: stages of the tiles before this one.
+    template <class READY, class ROW_OF>
+    static __device__ __forceinline__ void bring(const uint8_t *shared, const uint8_t *w, int strips, int strip,
+                                                 const bf16 *x, int count, int k, int before, READY ready, ROW_OF row_of) {
+        const int carrier = threadIdx.x - WORKERS, stages = k / DEPTH;
+        const uint32_t start = shared_address(shared);
+        auto bring_weights = [&](int index) {
+            const int slot = before + index;
+            if (slot >= STAGES) {
+                barrier_wait(read(shared, slot), (slot / STAGES - 1) % 2);
+            }
+            if (carrier == 0) {
+                const int present = min(STRIPS, strips - strip);
+                barrier_expect(full(shared, slot), BLOCKS * present * F::BYTES);
 #pragma unroll
-        for (int first = 0; first < N; first += THREADS / 8) {
-            const int t = first + threadIdx.x / 8, at = threadIdx.x % 8;
-            if (t < count) {
-                const bf16 *from = x + size_t(rows[t]) * k + index * DEPTH + at * 8;
-#pragma unroll
-                for (int part = 0; part < DEPTH / 64; ++part) {
-                    copy_16(to + part * (N * 128) + t * 128 + (at ^ t % 8) * 16, from + part * 64);
+                for (int part = 0; part < BLOCKS * MS; ++part) {
+                    const int from_strip = strip + part % MS * BAND, block = part / MS;
+                    if (from_strip < strips) {
+                        copy_bulk(start + slot % STAGES * STAGE_BYTES + TOKEN_BYTES + part * (BAND * F::BYTES),
+                                  blocks_at<F>(w, strips, k / F::UNIT, from_strip, index * BLOCKS + block),
+                                  min(BAND, strips - from_strip) * F::BYTES, full(shared, slot));
+                    }
                 }
             }
+        };
+        // The first tile's weights are on their way before its tokens are there.
+        const int early = before == 0 ? min(STAGES, stages) : 0;
+        for (int index = 0; index < early; ++index) {
+            bring_weights(index);
+        }
+        ready();
+        // Rows of 64 columns under the 128-byte swizzle; those of the next 64 columns follow. Eight lanes have a row.
+        constexpr int COPIES = N / 16;
+        const int at = carrier % 8, t0 = carrier / 8;
+        uint32_t from_row[COPIES];
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            const int t = t0 + i * 16;
+            from_row[i] = t < count ? row_of(t) * uint32_t(k / 8) + at : 0;
+        }
+        auto bring_tokens = [&](int index) {
+            const uint4 *from = reinterpret_cast<const uint4 *>(x) + index * (DEPTH / 8);
+            const uint32_t to = start + (before + index) % STAGES * STAGE_BYTES + t0 * 128 + (at ^ t0 % 8) * 16;
+#pragma unroll
+            for (int i = 0; i < COPIES; ++i) {
+                if (t0 + i * 16 < count) {
+#pragma unroll
+                    for (int part = 0; part < DEPTH / 64; ++part) {
+                        copy_16(to + part * (N_MAX * 128) + i * (16 * 128), from + from_row[i] + part * 8);
+                    }
+                }
+            }
+            barrier_arrive_after_copies(full(shared, before + index));
+        };
+        for (int index = 0; index < stages; ++index) {
+            if (index >= early) {
+                bring_weights(index);
+            }
+            bring_tokens(index);
         }
     }
 
-    template <class READY>
-    __device__ __forceinline__ void run(uint8_t *shared, const uint8_t *weights, size_t strip_bytes, int strips,
-                                        const bf16 *x, const uint32_t *rows, int count, int k, READY ready) {
-        const int stages = k / DEPTH;
-#pragma unroll
-        for (int index = 0; index < STAGES - 2; ++index) {
-            if (index < stages) {
-                copy_weights(shared, weights, strip_bytes, strips, index);
-            }
-        }
-        ready();
-        __syncthreads();
-#pragma unroll
-        for (int index = 0; index < STAGES - 2; ++index) {
-            if (index < stages) {
-                copy_tokens(shared, x, rows, count, k, index);
-            }
-            commit_copies();
-        }
+    /// The sums; by the two other warpgroups.
+    __device__ __forceinline__ void multiply(const uint8_t *shared, int k, int before) {
         if constexpr (F::GROUP > 0) {
 #pragma unroll
             for (int m = 0; m < MS; ++m) {
@@ -91,112 +136,76 @@ struct WideTile {
                 }
             }
         }
-        // The compiler understands what is in flight only in this form: no zeroed sums, a loop that runs at least once, and
-        // waits right behind what they leave in flight. Otherwise it waits for each product (its remark C7513 or C7514).
-        int index = 0;
-        do {
-            stage<0>(shared, weights, strip_bytes, strips, x, rows, count, k, index);
-            if constexpr (BATCHES % 2) {
-                stage<1>(shared, weights, strip_bytes, strips, x, rows, count, k, index + 1);
-            }
-            index += BATCHES % 2 ? 2 : 1;
-        } while (index < stages);
-        wgmma_wait<0>();
-        hold();
-        finish_group();
-        wait_for_copies<0>();
-        __syncthreads();
+        // Sums without groups begin with the first stage's products, and are not cleared before: the compiler would take
+        // their registers for used since whatever ran last.
+        if constexpr (F::GROUP == 0) {
+            stage<true>(shared, before);
+        }
+        for (int index = F::GROUP == 0 ? 1 : 0; index < k / DEPTH; ++index) {
+            stage<false>(shared, before + index);
+        }
     }
 
   private:
-    /// Sums of the current integer group, and what its scales are.
+    /// Sums of the current integer group.
     float part[F::GROUP > 0 ? MS : 1][F::GROUP > 0 ? N / 2 : 1];
-    float2 scale[MS];
-    uint32_t a[2][MS][BATCH][4];
 
-    template <int PARITY>
-    __device__ __forceinline__ void stage(uint8_t *shared, const uint8_t *weights, size_t strip_bytes, int strips,
-                                          const bf16 *x, const uint32_t *rows, int count, int k, int index) {
-        wait_for_copies<STAGES - 3>();
-        // What this thread's copies wrote is for wgmma, which reads by another way than loads and stores do.
+    template <bool FIRST_OF_ALL>
+    __device__ __forceinline__ void stage(const uint8_t *shared, int slot) {
+        barrier_wait(full(shared, slot), slot / STAGES % 2);
+        // Carriers wrote tokens as loads and stores do, and wgmma reads by another way. Theirs would be the fence, but it
+        // waits for all of a thread's copies; after the barrier it orders them just as well from here.
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncthreads();
-        if (index + STAGES - 2 < k / DEPTH) {
-            copy_weights(shared, weights, strip_bytes, strips, index + STAGES - 2);
-            copy_tokens(shared, x, rows, count, k, index + STAGES - 2);
+        batches<FIRST_OF_ALL, 0>(shared + slot % STAGES * STAGE_BYTES);
+        if (threadIdx.x % 32 == 0) {
+            barrier_arrive(read(shared, slot));
         }
-        commit_copies();
-        batches<PARITY>(shared + index % STAGES * STAGE_BYTES, index);
     }
 
-    template <int PARITY, int I = 0>
-    __device__ __forceinline__ void batches(const uint8_t *stage, int index) {
+    template <bool FIRST_OF_ALL, int I>
+    __device__ __forceinline__ void batches(const uint8_t *stage) {
         if constexpr (I < BATCHES) {
-            batch<(PARITY + I) % 2, I>(stage, index);
-            batches<PARITY, I + 1>(stage, index);
+            batch<FIRST_OF_ALL && I == 0, I>(stage);
+            batches<FIRST_OF_ALL, I + 1>(stage);
         }
     }
 
-    template <int BUFFER, int I>
-    __device__ __forceinline__ void batch(const uint8_t *stage, int index) {
-        constexpr int FIRST = I * BATCH, UNIT64 = FIRST / 4;
-        const int lane = threadIdx.x % 32, group = threadIdx.x / 128, warp = threadIdx.x % 128 / 32;
-        float2 next_scale[MS];
+    /// Issues a batch and waits for it: the other warpgroup's keeps the tensor cores busy meanwhile.
+    template <bool CLEARS, int I>
+    __device__ __forceinline__ void batch(const uint8_t *stage) {
+        constexpr int FIRST = I * BATCH, UNIT64 = FIRST / 4, GROUP = F::GROUP > 0 ? F::GROUP : 1 << 20;
+        constexpr bool OPENS = FIRST * 16 % GROUP == 0, CLOSES = (FIRST + BATCH) * 16 % GROUP == 0;
+        const int lane = threadIdx.x % 32;
+        const uint8_t *blocks = stage + TOKEN_BYTES +
+                                (UNIT64 * 64 / F::UNIT * STRIPS + threadIdx.x / 128 * MS * 4 + threadIdx.x % 128 / 32) * F::BYTES;
+        uint32_t a[MS][BATCH][4];
+        float2 scale[MS];
 #pragma unroll
         for (int m = 0; m < MS; ++m) {
-            const uint8_t *strip = stage + TOKEN_BYTES + ((group * MS + m) * 4 + warp) * STRIP_BYTES;
+            const uint8_t *block = blocks + m * 4 * F::BYTES;
             typename F::Lane weights;
-            F::load(weights, strip + codes_at<F>(UNIT64), strip + scales_at<F>(UNIT64), lane);
-            fragments<FIRST % 4>(a[BUFFER][m], weights);
-            if constexpr (F::GROUP > 0) {
-                const uint8_t *scales = strip + group_at<F>(FIRST * 16);
-                next_scale[m] = __half22float2(reinterpret_cast<const __half2 *>(scales)[lane / 4]);
+            F::load(weights, block + codes_at<F>(UNIT64), block + scales_at<F>(), lane);
+            fragments<FIRST % 4>(a[m], weights);
+            if constexpr (F::GROUP > 0 && CLOSES) {
+                scale[m] = __half22float2(reinterpret_cast<const __half2 *>(block + group_at<F>(FIRST * 16))[lane / 4]);
             }
-        }
-        constexpr bool OPENS = F::GROUP > 0 && FIRST * 16 % (F::GROUP > 0 ? F::GROUP : 16) == 0;
-        if constexpr (OPENS) {
-            wgmma_wait<0>();
-            hold();
-            if (I > 0 || index > 0) {
-                finish_group();
-            }
-#pragma unroll
-            for (int m = 0; m < MS; ++m) {
-                scale[m] = next_scale[m];
-            }
-        }
-        if (F::GROUP > 0 && OPENS) {
-            hold();
         }
         wgmma_fence();
-        const uint32_t tokens = shared_address(stage) + UNIT64 * (N * 128) + FIRST % 4 * 32;
+        const uint32_t tokens = shared_address(stage) + UNIT64 * (N_MAX * 128) + FIRST % 4 * 32;
 #pragma unroll
         for (int j = 0; j < BATCH; ++j) {
 #pragma unroll
             for (int m = 0; m < MS; ++m) {
                 if constexpr (F::GROUP > 0) {
-                    wgmma<N>(part[m], a[BUFFER][m][j], wgmma_operand(tokens + j * 32), !(OPENS && j == 0));
+                    wgmma<N>(part[m], a[m][j], wgmma_operand(tokens + j * 32), !(OPENS && j == 0));
                 } else {
-                    wgmma<N>(sum[m], a[BUFFER][m][j], wgmma_operand(tokens + j * 32), index > 0 || I > 0 || j > 0);
+                    wgmma<N>(sum[m], a[m][j], wgmma_operand(tokens + j * 32), !(CLEARS && j == 0));
                 }
             }
         }
         wgmma_commit();
-        // All but this batch are done: so their buffer, and from the next stage on the last but one stage, are free.
-        wgmma_wait<1>();
-    }
-
-    template <int FIRST, int J = 0>
-    static __device__ __forceinline__ void fragments(uint32_t (&a)[BATCH][4], const typename F::Lane &weights) {
-        if constexpr (J < BATCH) {
-            F::template fragment<FIRST + J>(a[J], weights);
-            fragments<FIRST, J + 1>(a, weights);
-        }
-    }
-
-    /// Adds the group whose products are done.
-    __device__ __forceinline__ void finish_group() {
-        if constexpr (F::GROUP > 0) {
+        wgmma_wait<0>();
+        if constexpr (F::GROUP > 0 && CLOSES) {
 #pragma unroll
             for (int m = 0; m < MS; ++m) {
 #pragma unroll
@@ -207,18 +216,11 @@ struct WideTile {
         }
     }
 
-    /// Keeps the compiler from moving what it does with sums across waits and fences.
-    __device__ __forceinline__ void hold() {
-#pragma unroll
-        for (int m = 0; m < MS; ++m) {
-#pragma unroll
-            for (int i = 0; i < N / 2; ++i) {
-                if constexpr (F::GROUP > 0) {
-                    asm volatile("" : "+f"(part[m][i])::"memory");
-                } else {
-                    asm volatile("" : "+f"(sum[m][i])::"memory");
-                }
-            }
+    template <int FIRST, int J = 0>
+    static __device__ __forceinline__ void fragments(uint32_t (&a)[BATCH][4], const typename F::Lane &weights) {
+        if constexpr (J < BATCH) {
+            F::template fragment<FIRST + J>(a[J], weights);
+            fragments<FIRST, J + 1>(a, weights);
         }
     }
 };

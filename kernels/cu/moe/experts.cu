@@ -12,29 +12,23 @@
 
 namespace {
 
-using SharedTile = Tile<Bf16, 4, 2, 1, 2, 128, 4>;
-
-/// Strips a warp has, so that a stage is about as large for every format.
-template <class F>
-constexpr int STRIPS_OF = F::CODE_BYTES_A_COLUMN > 8 ? 1 : 2;
-template <class F>
-constexpr int DEPTH_OF = F::CODE_BYTES_A_COLUMN > 16 ? 64 : 128;
+using SharedTile = Tile<Bf16, 4, 1, 2, 4, 64, 4>;
 
 template <class F>
 struct Few {
     template <int NT>
-    using Tiles = Fitting<F, 8, 1, STRIPS_OF<F>, NT, DEPTH_OF<F>, 4>;
+    using Tiles = Fitting<F, 4, 1, 2, NT, DEPTH_OF<F>, 4>;
 };
 template <class F>
 struct Many {
     template <int NT>
-    using Tiles = Fitting<F, 8, 1, STRIPS_OF<F>, NT, DEPTH_OF<F>, 3>;
+    using Tiles = Fitting<F, 4, 1, 2, NT, DEPTH_OF<F>, 3>;
 };
 
 }  // namespace
 
 #define EXPERTS(NAME, FORMAT, WIDTH, NT_MAX, PROJECTION)                                                               \
-    extern "C" __global__ void __launch_bounds__(256, NT_MAX > 4 ? 1 : 2)                                              \
+    extern "C" __global__ void __launch_bounds__(128, NT_MAX > 4 ? 1 : 3)                                              \
         NAME(bf16 *out, const bf16 *x, const uint8_t *w, uint64_t bytes, const float *scales, const uint8_t *shared_w, \
              const uint4 *tiles, const uint32_t *tile_count, const uint32_t *slot_rows, const uint32_t *slot_parts,    \
              int n, int k, int rows, int slots, int stride, int shared_blocks) {                                       \

@@ -26,6 +26,10 @@ struct Count {
     static constexpr int VALUE = N;
 };
 
+/// Columns of a stage, so that stages are about as large for every format.
+template <class F>
+constexpr int DEPTH_OF = F::CODE_BYTES_A_COLUMN > 16 ? 64 : 128;
+
 /// Shared memory every block may have on any GPU from Ampere on, less what lists of rows take.
 constexpr int SHARED_MAX = 99 * 1024 - 512;
 
@@ -44,9 +48,8 @@ __device__ __forceinline__ void expert_tile(uint8_t *shared, bf16 *out, const bf
                                             float lower_scale, int strip, int count, int n, int k, const uint32_t *rows,
                                             const uint32_t *targets, READY ready) {
     using F = typename T::F;
-    const size_t strip_bytes = size_t(k) / F::UNIT * F::BYTES;
     T tile;
-    tile.run(shared, w + strip * strip_bytes, strip_bytes, (n + 15) / 16 - strip, x, rows, count, k, ready);
+    tile.run(shared, w, (n + 15) / 16, strip, x, rows, count, k, ready);
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
     const int row = warp % T::WM * T::SW * 16, t = warp / T::WM * T::NT * 8 + 2 * c;
     constexpr int WIDTH = PROJECTION == GATE_UP ? T::ROWS / 2 : T::ROWS;
@@ -56,7 +59,7 @@ __device__ __forceinline__ void expert_tile(uint8_t *shared, bf16 *out, const bf
     for (int s = 0; s < T::SW; ++s) {
 #pragma unroll
         for (int i = 0; i < T::NT; ++i) {
-            float(&sum)[4] = tile.sum[s][i];
+            float(&sum)[4] = tile.warp.sum[s][i];
             if constexpr (F::GLOBAL_SCALE) {
                 sum[0] *= upper_scale, sum[1] *= upper_scale, sum[2] *= lower_scale, sum[3] *= lower_scale;
             }
@@ -69,7 +72,7 @@ __device__ __forceinline__ void expert_tile(uint8_t *shared, bf16 *out, const bf
     }
     __syncthreads();
     const int columns = PROJECTION == GATE_UP ? n / 2 : n, column = strip * 16 / (PROJECTION == GATE_UP ? 2 : 1);
-    values.store(out + column, columns, count, columns - column, [&](int token) { return targets[token]; });
+    values.template store<T::THREADS>(out + column, columns, count, columns - column, [&](int token) { return targets[token]; });
 }
 
 /// A block of the kernels in experts.cu. `TILES<NT>::Type`: the tile for up to 8 NT slots; `NT_MAX` the most.
@@ -130,6 +133,8 @@ __device__ __forceinline__ void experts(bf16 *out, const bf16 *x, Weights w, con
         with(Count<1>{});
     } else if (count <= 16) {
         with(Count<2>{});
+    } else if (count <= 24) {
+        with(Count<3>{});
     } else if (NT_MAX <= 4 || count <= 32) {
         with(Count<4>{});
     } else {

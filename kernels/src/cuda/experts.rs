@@ -12,13 +12,17 @@ use super::route::Choices;
 use super::strips::{Format, Strips};
 
 /// The shared expert's blocks beside the others: weight rows and rows of activations.
-const SHARED_TILE: [usize; 2] = [64, 32];
-/// What tiles.cuh leaves a block of 99 KiB.
-const SHARED_BYTES: u32 = 99 * 1024 - 512;
+const SHARED_TILE: [usize; 2] = [128, 32];
 /// Slots of a tile.
 const FEW: usize = 32;
 const MANY: usize = 64;
-const WIDE: usize = 128;
+const WIDE: usize = 160;
+/// Weight rows of a tile, but for some of the wide ones.
+const ROWS: usize = 128;
+/// Shared memory of a block, as the sources have it.
+const ANY_SHARED_BYTES: u32 = 99 * 1024 - 512;
+const FEW_SHARED_BYTES: u32 = 75 * 1024;
+const WIDE_SHARED_BYTES: u32 = 225 * 1024;
 
 /// The kernels of one format.
 #[derive(Clone, Debug)]
@@ -32,8 +36,9 @@ struct OfFormat {
 pub struct Experts {
     linear: Linear,
     formats: BTreeMap<String, OfFormat>,
-    /// Whether `many` are Hopper's.
-    wide: bool,
+    /// Whether the kernels are Hopper's.
+    hopper: bool,
+    multiprocessors: usize,
 }
 
 /// Which slots there are, and how they are divided: [`super::Router::order`] fills it with tiles of
@@ -70,42 +75,43 @@ enum Projection {
 impl Experts {
     /// Loads the kernels for experts of these formats.
     pub fn new(device: &Device, formats: &[Format]) -> Result<Self, CudaError> {
-        let wide = device.has_module("experts_sm90a")?;
+        let hopper = device.has_module("experts_few_sm90a")? && device.has_module("experts_wide_sm90a")?;
         let mut of = BTreeMap::new();
         for &format in formats {
             let suffix = format.suffix();
-            let (few_rows, wide_rows) = match format {
-                Format::Bf16 => (128, 256),
-                Format::Int8 { .. } => (128, 128),
-                Format::Int4 { .. } => (256, 128),
-                Format::Nvfp4 => (256, 256),
+            // As `Plan` in the source: integers keep two sums, and `down` has many rows.
+            let wide_rows = |projection: &str| match format {
+                Format::Bf16 | Format::Nvfp4 if projection == "gate_up" => 2 * ROWS,
+                _ => ROWS,
             };
-            let any = |width: &str, projection: &str, tokens| {
+            let load = |module: &str, width: &str, projection: &str, tile, threads, shared_bytes| {
                 let name = format!("experts_{width}_{projection}_{suffix}");
-                TileKernel::load(device, "experts", &name, [few_rows, tokens], 256, SHARED_BYTES)
+                TileKernel::load(device, module, &name, tile, threads, shared_bytes)
             };
-            let many = |projection: &str| {
-                if !wide {
-                    return any("many", projection, MANY);
+            let few = |projection: &str| match hopper {
+                true => load("experts_few_sm90a", "few", projection, [ROWS, FEW], 160, FEW_SHARED_BYTES),
+                false => load("experts", "few", projection, [ROWS, FEW], 128, ANY_SHARED_BYTES),
+            };
+            let many = |projection: &str| match hopper {
+                true => {
+                    let tile = [wide_rows(projection), WIDE];
+                    load("experts_wide_sm90a", "wide", projection, tile, 384, WIDE_SHARED_BYTES)
                 }
-                let name = format!("experts_wide_{projection}_{suffix}");
-                TileKernel::load(device, "experts_sm90a", &name, [wide_rows, WIDE], 256, 201 * 1024)
+                false => load("experts", "many", projection, [ROWS, MANY], 128, ANY_SHARED_BYTES),
             };
-            let kernels = OfFormat {
-                few: [any("few", "gate_up", FEW)?, any("few", "down", FEW)?],
-                many: [many("gate_up")?, many("down")?],
-            };
+            let kernels = OfFormat { few: [few("gate_up")?, few("down")?], many: [many("gate_up")?, many("down")?] };
             of.insert(suffix, kernels);
         }
-        Ok(Self { linear: Linear::new(device)?, formats: of, wide })
+        let multiprocessors = device.properties().multiprocessors as usize;
+        Ok(Self { linear: Linear::new(device)?, formats: of, hopper, multiprocessors })
     }
 
     /// Slots of a tile for `slots` slots of `experts` experts: what the router is to be told.
     #[must_use]
     pub fn tile_rows(&self, slots: usize, experts: usize) -> usize {
         match slots / experts {
-            0..24 => FEW,
-            _ if self.wide => WIDE,
+            0..40 => FEW,
+            _ if self.hopper => WIDE,
             _ => MANY,
         }
     }
@@ -186,7 +192,10 @@ impl Experts {
         let with = &(if few { &of_format.few } else { &of_format.many })[projection as usize];
         let shared_blocks =
             beside.map_or(0, |shared| shared.rows.div_ceil(SHARED_TILE[0]) * slots.rows.div_ceil(SHARED_TILE[1]));
-        let blocks = weights.rows.div_ceil(with.rows) * slots.tiles_max + shared_blocks;
+        let wide = self.hopper && !few;
+        let tiled = weights.rows.div_ceil(with.rows) * slots.tiles_max;
+        // The wide kernels go through all tiles with as many blocks as there are places.
+        let blocks = if wide { tiled.min(self.multiprocessors) } else { tiled + shared_blocks };
         let shape = LaunchShape::new([blocks as u32, 1, 1], with.threads).shared(with.shared_bytes).overlapping();
         let bytes = weights.format.matrix_bytes(weights.rows, weights.cols) as u64;
         let shared_data = beside.map_or(Pointer::null(), |shared| shared.data);
@@ -205,7 +214,7 @@ impl Experts {
         let number = |index: usize| argument(&numbers[index]);
         // SAFETY: the parameters of the sources; the kernels wait; the rest is the caller's promise.
         unsafe {
-            if few || !self.wide {
+            if !wide {
                 let [a, b, c, d] = tiles;
                 let [n, k, rows, count, stride, blocks] = std::array::from_fn(number);
                 with.kernel.launch(

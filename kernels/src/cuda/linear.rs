@@ -20,6 +20,8 @@ pub(super) struct TileKernel {
     pub(super) tokens: usize,
     pub(super) threads: u32,
     pub(super) shared_bytes: u32,
+    /// What 64 columns of a block take, in nanoseconds on an H200: only for comparison with other tiles.
+    cost: usize,
 }
 
 impl TileKernel {
@@ -33,68 +35,106 @@ impl TileKernel {
     ) -> Result<Self, CudaError> {
         let kernel = device.kernel(module, name)?;
         kernel.allow_shared(shared_bytes)?;
-        Ok(Self { kernel, rows, tokens, threads, shared_bytes })
+        Ok(Self { kernel, rows, tokens, threads, shared_bytes, cost: 0 })
+    }
+
+    fn costing(self, cost: usize) -> Self {
+        Self { cost, ..self }
     }
 
     /// Blocks for `n` weight rows of `rows` rows of activations.
     fn grid(&self, n: usize, rows: usize) -> [u32; 3] {
-        [n.div_ceil(self.rows) as u32, rows.div_ceil(self.tokens) as u32, 1]
+        [rows.div_ceil(self.tokens) as u32, n.div_ceil(self.rows) as u32, 1]
     }
 
-    fn blocks(&self, n: usize, rows: usize) -> usize {
-        n.div_ceil(self.rows) * rows.div_ceil(self.tokens)
+    /// What a product of `n` weight rows with `rows` rows of activations takes, for comparison.
+    fn cost(&self, n: usize, rows: usize, multiprocessors: usize) -> usize {
+        // Blocks of 16 weight rows get in each other's way before there is one for every multiprocessor.
+        let at_once = if self.rows > 16 { multiprocessors } else { multiprocessors * 3 / 4 };
+        (n.div_ceil(self.rows) * rows.div_ceil(self.tokens)).div_ceil(at_once) * self.cost
     }
 }
 
-/// The kernels of this family.
+/// The kernels of this family, by what becomes of the products.
 #[derive(Clone, Debug)]
 pub struct Linear {
-    /// Multiprocessors: a product should have about as many blocks.
     multiprocessors: usize,
-    /// For BF16 results, SwiGLU and the best tokens: by descending size of a block's tile.
     bf16: Vec<TileKernel>,
+    f32: Vec<TileKernel>,
     gated: Vec<TileKernel>,
     best: Vec<TileKernel>,
-    /// For f32 results.
-    f32: TileKernel,
 }
 
 impl Linear {
     /// Loads the kernels.
     pub fn new(device: &Device) -> Result<Self, CudaError> {
-        let any = |name: &str, tile, threads, shared| TileKernel::load(device, "linear", name, tile, threads, shared);
-        let wide = |name: &str, tile: [usize; 2], stages: u32| {
-            // A stage is 64 columns, 128 bytes, of both; then come the numbers of the rows.
-            let shared = (tile[0] + tile[1]) as u32 * 128 * stages + 1024;
-            TileKernel::load(device, "linear_sm90a", name, tile, 256, shared)
-        };
-        let mut linear = Self {
+        let hopper = device.has_module("linear_few_sm90a")? && device.has_module("linear_wide_sm90a")?;
+        let of = |what: &str| if hopper { Self::for_hopper(device, what) } else { Self::for_any(device, what) };
+        Ok(Self {
             multiprocessors: device.properties().multiprocessors as usize,
-            bf16: vec![
-                any("linear_narrow_bf16", [32, 32], 256, 16_384 * 5)?,
-                any("linear_thin_bf16", [16, 32], 128, 12_288 * 6)?,
-            ],
-            gated: vec![
-                any("linear_narrow_gated", [32, 32], 256, 16_384 * 5)?,
-                any("linear_thin_gated", [16, 32], 128, 12_288 * 6)?,
-            ],
-            best: vec![any("linear_broad_best", [256, 32], 256, 36_864 * 2)?],
-            f32: any("linear_thin_f32", [16, 32], 128, 12_288 * 6)?,
+            bf16: of("bf16")?,
+            f32: of("f32")?,
+            gated: of("gated")?,
+            best: of("best")?,
+        })
+    }
+
+    /// `cu/gemm/linear.cu`.
+    fn for_any(device: &Device, what: &str) -> Result<Vec<TileKernel>, CudaError> {
+        // Threads, bytes of a stage, stages, cost.
+        let tiles = [
+            ("thin", [16, 32], 128, 12_800 * 6, 220),
+            ("narrow", [32, 32], 256, 16_896 * 5, 240),
+            ("broad", [256, 32], 256, 37_376 * 2, 700),
+            ("many", [256, 64], 256, 41_984 * 2, 950),
+        ];
+        let wanted: &[&str] = match what {
+            "best" => &["broad", "many"],
+            "f32" => &["thin"],
+            _ => &["thin", "narrow", "many"],
         };
-        if device.has_module("linear_sm90a")? {
-            let tiles = [("256x128", [256, 128], 4), ("128x128", [128, 128], 6), ("128x64", [128, 64], 4)];
-            for (place, (tile, shape, stages)) in tiles.into_iter().enumerate() {
-                linear.bf16.insert(place, wide(&format!("linear_wide_bf16_{tile}"), shape, stages)?);
-                linear.gated.insert(place, wide(&format!("linear_wide_gated_{tile}"), shape, stages)?);
+        let tiles = tiles.into_iter().filter(|(tile, ..)| wanted.contains(tile));
+        let load = |(tile, shape, threads, shared, cost)| {
+            let kernel = TileKernel::load(device, "linear", &format!("linear_{tile}_{what}"), shape, threads, shared)?;
+            Ok(kernel.costing(cost))
+        };
+        tiles.map(load).collect()
+    }
+
+    /// `cu/gemm/linear_few_sm90a.cu` and `cu/gemm/linear_wide_sm90a.cu`.
+    fn for_hopper(device: &Device, what: &str) -> Result<Vec<TileKernel>, CudaError> {
+        // Columns of a stage, stages, threads, cost. A row of tokens is padded by 16 bytes.
+        let few = [
+            ([16, 16], 256, 6, 192, 110),
+            ([16, 32], 256, 4, 256, 150),
+            ([32, 32], 128, 6, 384, 185),
+            ([64, 32], 128, 4, 384, 215),
+        ];
+        // Stages of 64 columns, cost.
+        let wide = [([128, 64], 8, 290), ([128, 128], 6, 420), ([256, 64], 5, 400), ([256, 128], 4, 700)];
+        let (wanted_few, wanted_wide): (&[[usize; 2]], &[[usize; 2]]) = match what {
+            "best" => (&[], &[[256, 64], [256, 128]]),
+            "f32" => (&[[16, 16], [32, 32]], &[[128, 64]]),
+            _ => (&[[16, 32], [32, 32], [64, 32]], &[[128, 64], [128, 128], [256, 128]]),
+        };
+        let mut kernels = Vec::new();
+        for (shape @ [rows, tokens], columns, stages, threads, cost) in few {
+            if wanted_few.contains(&shape) {
+                let shared = stages * (rows * columns * 2 + tokens * (columns * 2 + 16) + 16);
+                let name = format!("linear_few_{what}_{rows}x{tokens}");
+                let kernel = TileKernel::load(device, "linear_few_sm90a", &name, shape, threads, shared as u32)?;
+                kernels.push(kernel.costing(cost));
             }
-            linear.best.insert(0, wide("linear_wide_best_256x128", [256, 128], 4)?);
-            linear.best.insert(1, wide("linear_wide_best_256x64", [256, 64], 5)?);
-        } else {
-            linear.bf16.insert(0, any("linear_many_bf16", [256, 64], 256, 40_960 * 2)?);
-            linear.gated.insert(0, any("linear_many_gated", [256, 64], 256, 40_960 * 2)?);
-            linear.best.insert(0, any("linear_many_best", [256, 64], 256, 40_960 * 2)?);
         }
-        Ok(linear)
+        for (shape @ [rows, tokens], stages, cost) in wide {
+            if wanted_wide.contains(&shape) {
+                let shared = stages * ((rows + tokens) * 128 + 16);
+                let name = format!("linear_wide_{what}_{rows}x{tokens}");
+                let kernel = TileKernel::load(device, "linear_wide_sm90a", &name, shape, 384, shared as u32)?;
+                kernels.push(kernel.costing(cost));
+            }
+        }
+        Ok(kernels)
     }
 
     /// Whether `weights` can be multiplied by: BF16, and of a shape that the kernels know.
@@ -107,13 +147,10 @@ impl Linear {
         Err(CudaError::Unsupported { operation: "a matrix product", what })
     }
 
-    /// The largest tile whose tokens are at most twice what there is and whose blocks fill the GPU; else the one with
-    /// the most blocks.
+    /// The kernel whose tiles suit the size best. All give the same bits.
     fn choose<'a>(&self, kernels: &'a [TileKernel], n: usize, rows: usize) -> &'a TileKernel {
-        let fits = |kernel: &&TileKernel| kernel.tokens <= 32.max(rows.next_multiple_of(32));
-        let fills = |kernel: &&TileKernel| kernel.blocks(n, rows) * 4 >= self.multiprocessors * 3;
-        let all = || kernels.iter().filter(fits);
-        all().find(fills).or_else(|| all().max_by_key(|kernel| kernel.blocks(n, rows))).expect("a tile of 32 tokens")
+        let cost = |kernel: &&TileKernel| kernel.cost(n, rows, self.multiprocessors);
+        kernels.iter().min_by_key(cost).expect("kernels for each kind of result")
     }
 
     /// `out[t, n] = sum over k of x[t, k] w[n, k]`, rounded. `x: [rows, K]`, `out: [rows, N]`.
@@ -160,7 +197,7 @@ impl Linear {
         rows: usize,
     ) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
-        unsafe { self.product(&self.f32, out, x, weights, rows, weights.rows) }
+        unsafe { self.product(self.choose(&self.f32, weights.rows, rows), out, x, weights, rows, weights.rows) }
     }
 
     /// `act = silu(gate x) * (up x)`: both products, SiLU and the result are rounded. `weights` is the pair of gate and
