@@ -274,7 +274,15 @@ struct VerifyArgs {
 #[derive(Debug, Args)]
 struct BenchArgs {
     #[command(subcommand)]
-    subject: BenchSubject,
+    subject: BenchCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum BenchCommand {
+    #[command(flatten)]
+    Forwards(BenchSubject),
+    /// Many requests at once: text a second, waits, cache hits
+    Serve(BenchServeArgs),
 }
 
 #[derive(Debug, Subcommand)]
@@ -325,6 +333,50 @@ struct MeasureArgs {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Debug, Args)]
+struct BenchServeArgs {
+    #[command(flatten)]
+    model: ModelArgs,
+    #[command(flatten)]
+    decoding: DecodingArgs,
+    /// Requests at once; several numbers give several rows
+    #[arg(long, value_name = "N", default_value = "1,2,4,8,16,32", value_delimiter = ',')]
+    streams: Vec<usize>,
+    /// Requests that arrive in a second, at random times: an open loop, with one number of --streams as the limit
+    #[arg(long, value_name = "R")]
+    rate: Option<f64>,
+    /// What the requests go through: engine or http
+    #[arg(long, value_name = "WAY", value_enum, default_value_t = WayArg::Engine)]
+    over: WayArg,
+    /// Length of a window
+    #[arg(long, value_name = "SECONDS", default_value_t = 5.0)]
+    seconds: f64,
+    /// Windows of each row
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    windows: usize,
+    /// Time before the first window
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
+    warm_up: f64,
+    /// Output limit of each request
+    #[arg(long, value_name = "TOKENS", default_value_t = 128)]
+    max_tokens: usize,
+    /// Questions to ask, as for eval; default: a built-in set
+    #[arg(long, value_name = "FILE.jsonl")]
+    data: Option<PathBuf>,
+    /// Send prompts of so many unseen tokens beside the streams, with pauses
+    #[arg(long, value_name = "TOKENS")]
+    long_prompt: Option<usize>,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum WayArg {
+    Engine,
+    Http,
 }
 
 /// Runs the program with the process's arguments.
@@ -384,9 +436,13 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             let VerifyArgs { model, against, text, json } = args;
             commands::verify::run(&model.into_source()?, against, text, json)
         }
-        Command::Bench(BenchArgs { subject }) => {
+        Command::Bench(BenchArgs { subject: BenchCommand::Forwards(subject) }) => {
             let (model, measure, subject) = subject.into_meant()?;
             commands::bench::run(&model.into_source()?, &subject, measure)
+        }
+        Command::Bench(BenchArgs { subject: BenchCommand::Serve(args) }) => {
+            let plan = args.plan()?;
+            commands::bench::serve::run(&args.model.into_source()?, &args.decoding.into_defaults()?, &plan)
         }
     }
 }
@@ -432,6 +488,42 @@ impl BenchSubject {
             return Err(UsageError("--repetitions must be at least 1, not 0".to_owned()));
         }
         Ok((model, Measure { repetitions: measure.repetitions, json: measure.json }, subject))
+    }
+}
+
+impl BenchServeArgs {
+    fn plan(&self) -> Result<commands::bench::serve::Plan, UsageError> {
+        if let Some(streams) = self.streams.iter().find(|streams| !(1..PARALLEL_MAX).contains(*streams)) {
+            return Err(UsageError(format!("--streams must be 1 to {}, not {streams}", PARALLEL_MAX - 1)));
+        }
+        let seconds = |option: &str, seconds: f64, least: f64| match Duration::try_from_secs_f64(seconds) {
+            Ok(time) if (least..=3600.0).contains(&seconds) => Ok(time),
+            _ => Err(UsageError(format!("{option} must be {least} to 3600, not {seconds}"))),
+        };
+        let (window, warm_up) = (seconds("--seconds", self.seconds, 0.1)?, seconds("--warm-up", self.warm_up, 0.0)?);
+        if !(1..=1000).contains(&self.windows) {
+            return Err(UsageError(format!("--windows must be 1 to 1000, not {}", self.windows)));
+        }
+        if let Some(rate) = self.rate {
+            if !(0.001..=1e6).contains(&rate) {
+                return Err(UsageError(format!("--rate must be 0.001 to 1000000, not {rate}")));
+            }
+            if self.streams.len() != 1 {
+                return Err(UsageError("--rate needs one number of --streams, the limit of what runs".to_owned()));
+            }
+        }
+        Ok(commands::bench::serve::Plan {
+            streams: self.streams.clone(),
+            rate: self.rate,
+            over_http: self.over == WayArg::Http,
+            warm_up,
+            window,
+            windows: self.windows,
+            max_tokens: self.max_tokens,
+            data: self.data.clone(),
+            long_prompt: self.long_prompt,
+            json: self.json,
+        })
     }
 }
 

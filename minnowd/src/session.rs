@@ -238,6 +238,14 @@ impl Opened {
         let tokenizer = Arc::new(tokenizer);
         let grammars = Grammars::new(Arc::clone(&tokenizer), config.vocab_size, special.clone());
         let native = native_algorithm(config, &special);
+        if decoding.algorithm == Some(Algorithm::V22) && native != Algorithm::V22 {
+            return Err(UsageError(format!(
+                "--algorithm 2.2 needs a model that chooses experts by block and has delete and split tokens, and {} is \
+                 none; without --algorithm it is decoded by {native}",
+                self.name
+            ))
+            .into());
+        }
         let default_options = decoding.options(native)?;
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Ok(Session {

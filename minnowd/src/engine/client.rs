@@ -169,3 +169,111 @@ fn content_bytes(deltas: &[Delta]) -> usize {
     let bytes = |delta: &Delta| if let Delta::Content(text) = delta { text.len() } else { 0 };
     deltas.iter().map(bytes).sum()
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use minnow_common::random::keyed;
+    use minnow_formats::checkpoint::Checkpoint;
+    use tokio::sync::mpsc::{self, Receiver};
+
+    use super::super::runner::Task;
+    use super::super::{BlockStats, JobStats};
+    use super::*;
+    use crate::cache::Access;
+    use crate::decoder::{Algorithm, FinishReason, Options};
+    use crate::demo;
+    use crate::text::Tokenizer;
+
+    fn client(tokenizer: &Arc<Tokenizer>, capacity: usize) -> (Client, Receiver<Event>) {
+        let (events, incoming) = mpsc::channel(capacity);
+        let task = Task {
+            prompt: vec![1],
+            max_new: 100,
+            options: Options::serving(Algorithm::V22),
+            seed: 0,
+            stop_ids: Arc::from([]),
+            cache: Access::Shared,
+            language: None,
+        };
+        let text = OutputText::plain(tokenizer, &[]);
+        let job = Job { task, text, wants_progress: true, events, cancel: Cancel::default() };
+        (Client::new(job, Instant::now()).1, incoming)
+    }
+
+    fn tokenizer() -> Arc<Tokenizer> {
+        let checkpoint = Checkpoint::from_static(demo::NAME, demo::checkpoint()).unwrap();
+        Arc::new(Tokenizer::from_json(&checkpoint.assets()["tokenizer.json"]).unwrap())
+    }
+
+    #[test]
+    fn blocks_reach_a_reader_of_any_speed_complete_and_in_order_and_steps_may_be_lost() {
+        let tokenizer = tokenizer();
+        let mut lost = 0;
+        for seed in 0..200 {
+            let roll = |step: u64, limit: u64| keyed(seed, &[step]) % limit;
+            let (mut client, mut incoming) = client(&tokenizer, 1 + roll(0, 4) as usize);
+            let mut received = Vec::new();
+            let (mut blocks, mut steps) = (0, 0);
+            client.take(Progress::Started { cached_tokens: 0 });
+            for step in 1..120 {
+                match roll(step, 5) {
+                    // The engine takes no step of a request whose client has not taken everything.
+                    0 | 1 if client.deliver() => {
+                        let block = BlockStats { index: blocks, ..BlockStats::default() };
+                        client.take(Progress::Step { block });
+                        steps += 1;
+                    }
+                    2 if client.deliver() => {
+                        let block = BlockStats { index: blocks, tokens: 1, ..BlockStats::default() };
+                        client.take(Progress::Block { tokens: vec![20 + blocks as u32], block });
+                        blocks += 1;
+                    }
+                    _ => received.extend(incoming.try_recv().ok()),
+                }
+            }
+            let stats = JobStats::default();
+            client.take(Progress::Finished(Outcome { reason: FinishReason::Length, tokens: Vec::new(), stats }));
+            while !client.is_served() {
+                received.extend(incoming.try_recv().ok());
+                client.deliver();
+            }
+            received.extend(std::iter::from_fn(|| incoming.try_recv().ok()));
+
+            assert!(matches!(received[0], Event::Admitted { .. }));
+            assert!(matches!(received[received.len() - 1], Event::Finished(_)));
+            let (mut seen_blocks, mut seen_steps) = (0, 0);
+            for event in &received[1..received.len() - 1] {
+                match event {
+                    Event::Block { block, completion_tokens, .. } => {
+                        assert_eq!((block.index, *completion_tokens), (seen_blocks, seen_blocks + 1));
+                        seen_blocks += 1;
+                    }
+                    Event::Step { block } => {
+                        assert_eq!(block.index, seen_blocks, "a step of a block comes before the block");
+                        seen_steps += 1;
+                    }
+                    other => panic!("{other:?}"),
+                }
+            }
+            assert_eq!(seen_blocks, blocks);
+            lost += steps - seen_steps;
+        }
+        assert!(lost > 100, "channels were never full");
+    }
+
+    #[test]
+    fn a_client_that_hung_up_or_was_cancelled_is_gone_and_keeps_nothing() {
+        let tokenizer = tokenizer();
+        let (mut hung_up, incoming) = client(&tokenizer, 1);
+        assert!(!hung_up.is_gone());
+        drop(incoming);
+        assert!(hung_up.is_gone());
+        hung_up.take(Progress::Started { cached_tokens: 0 });
+        assert!(hung_up.deliver(), "nothing waits for somebody who is gone");
+        let (cancelled, _incoming) = client(&tokenizer, 1);
+        cancelled.cancel.cancel();
+        assert!(cancelled.is_gone());
+    }
+}

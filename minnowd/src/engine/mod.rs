@@ -13,17 +13,24 @@
 
 mod client;
 mod job;
+mod mailbox;
 pub mod runner;
 
-use std::collections::{BTreeMap, VecDeque};
+/// What [`mailbox`] is built on; `tests/loom` gives it other primitives.
+mod sync {
+    pub(super) use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+}
+
+use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tracing::{error, info};
 
 use client::Client;
+use mailbox::{Bounds, Item, Mailbox, Occupancy, View, Work};
 use runner::{Counters, Pages, Report, RequestId, Runner};
 
 use crate::cache::CacheStats;
@@ -84,27 +91,17 @@ pub struct QueueLimits {
 /// The way in for HTTP: cheap to clone, never blocks.
 #[derive(Clone)]
 pub struct EngineHandle {
-    shared: Arc<Shared>,
+    mailbox: Arc<Mailbox<Arrived, Published>>,
+    wait_max: Option<Duration>,
 }
 
-struct Shared {
-    inner: Mutex<Inner>,
-    changed: Condvar,
-    limits: QueueLimits,
-}
-
-struct Inner {
-    state: State,
-    /// Jobs that the thread has not seen yet.
-    inbox: VecDeque<Arrived>,
-    /// Jobs that the thread has taken over: running and waiting ones.
-    active: usize,
-    queued: usize,
+/// What the engine says of itself after each step.
+#[derive(Clone, Copy, Debug)]
+struct Published {
     counters: Counters,
     pages: Pages,
     cache: CacheStats,
     heartbeat: Instant,
-    is_idle: bool,
 }
 
 /// The answers to one prompt that a client asked for, at least one.
@@ -113,25 +110,22 @@ struct Arrived {
     since: Instant,
 }
 
-impl Arrived {
-    /// Forgets jobs that nobody waits for; false if none is left.
-    fn keep_wanted(&mut self) -> bool {
+impl Item for Arrived {
+    fn forget_abandoned(&mut self) {
         self.choices.retain(|job| !job.is_abandoned());
-        !self.choices.is_empty()
+    }
+
+    fn count(&self) -> usize {
+        self.choices.iter().filter(|job| !job.is_abandoned()).count()
     }
 }
 
-impl Inner {
-    /// Jobs in the inbox that someone waits for.
-    fn arrived(&self) -> usize {
-        self.inbox.iter().flat_map(|arrived| &arrived.choices).filter(|job| !job.is_abandoned()).count()
-    }
-}
-
-impl Shared {
-    fn lock(&self) -> MutexGuard<'_, Inner> {
-        // The engine's panics are caught outside of the lock, and every update is complete when it is released.
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+impl Arrived {
+    /// Tells everyone who waits that nothing will come.
+    fn refuse(self, error: &JobError) {
+        for job in self.choices {
+            let _ = job.events.try_send(Event::Failed(error.clone()));
+        }
     }
 }
 
@@ -139,18 +133,15 @@ impl EngineHandle {
     /// A handle whose engine is still to come; [`start`] makes it ready.
     #[must_use]
     pub fn loading(limits: QueueLimits) -> Self {
-        let inner = Inner {
-            state: State::Loading,
-            inbox: VecDeque::new(),
-            active: 0,
-            queued: 0,
+        let QueueLimits { running_max, waiting_max, wait_max } = limits;
+        let bounds = Bounds { present_max: running_max + waiting_max, waiting_max };
+        let published = Published {
             counters: Counters::default(),
             pages: Pages::default(),
             cache: CacheStats::default(),
             heartbeat: Instant::now(),
-            is_idle: true,
         };
-        Self { shared: Arc::new(Shared { inner: Mutex::new(inner), changed: Condvar::new(), limits }) }
+        Self { mailbox: Arc::new(Mailbox::new(bounds, published)), wait_max }
     }
 
     /// Puts a job into the queue, or says why not.
@@ -161,51 +152,23 @@ impl EngineHandle {
     /// Puts several answers to one prompt into the queue, all or none: jobs with the same prompt and other seeds, each
     /// with a client of its own. The prompt is read once, and they share its pages.
     pub fn submit_choices(&self, choices: Vec<Job>) -> Result<(), SubmitError> {
-        let mut inner = self.shared.lock();
-        match inner.state {
-            State::Ready => {}
-            State::Loading => return Err(SubmitError::Loading),
-            State::Draining => return Err(SubmitError::Draining),
-            State::Failed => return Err(SubmitError::WorkerFailed),
-        }
-        inner.inbox.retain_mut(Arrived::keep_wanted);
-        let present = inner.active + inner.queued + inner.arrived();
-        let QueueLimits { running_max, waiting_max, .. } = self.shared.limits;
-        if present + choices.len() > running_max + waiting_max {
-            return Err(SubmitError::QueueFull { queued: present - inner.active, capacity: waiting_max });
-        }
-        inner.inbox.push_back(Arrived { choices, since: Instant::now() });
-        drop(inner);
-        self.shared.changed.notify_all();
-        Ok(())
+        self.mailbox.submit(Arrived { choices, since: Instant::now() })
     }
 
     /// The engine's state and counters.
     #[must_use]
     pub fn health(&self) -> Health {
-        let inner = self.shared.lock();
-        Health {
-            state: inner.state,
-            active: inner.active,
-            queued: inner.queued + inner.arrived(),
-            counters: inner.counters,
-            pages: inner.pages,
-            cache: inner.cache,
-            heartbeat: if inner.is_idle { Instant::now() } else { inner.heartbeat },
-        }
+        let View { state, active, queued, is_waiting, published } = self.mailbox.view();
+        let Published { counters, pages, cache, heartbeat } = published;
+        // Waiting for something to do counts as progress.
+        let heartbeat = if is_waiting { Instant::now() } else { heartbeat };
+        Health { state, active, queued, counters, pages, cache, heartbeat }
     }
 
     /// Refuses new jobs and fails the waiting ones; running ones may end.
     pub fn drain(&self) {
-        let mut inner = self.shared.lock();
-        if inner.state != State::Failed {
-            inner.state = State::Draining;
-        }
-        let inbox = std::mem::take(&mut inner.inbox);
-        drop(inner);
-        self.shared.changed.notify_all();
-        for job in inbox.into_iter().flat_map(|arrived| arrived.choices) {
-            let _ = job.events.try_send(Event::Failed(JobError::Draining));
+        for arrived in self.mailbox.drain() {
+            arrived.refuse(&JobError::Draining);
         }
     }
 }
@@ -216,15 +179,11 @@ impl EngineHandle {
 /// # Errors
 /// If the thread cannot be started.
 pub fn start(handle: &EngineHandle, runner: Runner) -> std::io::Result<JoinHandle<Option<Runner>>> {
-    let shared = Arc::clone(&handle.shared);
+    let handle = handle.clone();
     std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
-        {
-            let mut inner = shared.lock();
-            if inner.state == State::Loading {
-                inner.state = State::Ready;
-            }
-        }
-        let mut engine = Engine { shared, runner, clients: BTreeMap::new() };
+        handle.mailbox.open();
+        let EngineHandle { mailbox, wait_max } = handle;
+        let mut engine = Engine { mailbox, wait_max, runner, clients: BTreeMap::new() };
         let failure = match std::panic::catch_unwind(AssertUnwindSafe(|| engine.serve())) {
             Ok(Ok(())) => return Some(engine.runner),
             Ok(Err(message)) => message,
@@ -238,7 +197,8 @@ pub fn start(handle: &EngineHandle, runner: Runner) -> std::io::Result<JoinHandl
 
 /// What the thread owns.
 struct Engine {
-    shared: Arc<Shared>,
+    mailbox: Arc<Mailbox<Arrived, Published>>,
+    wait_max: Option<Duration>,
     runner: Runner,
     clients: BTreeMap<RequestId, Client>,
 }
@@ -247,7 +207,12 @@ impl Engine {
     /// Serves until drained. Fails with a message if the model can run no more.
     fn serve(&mut self) -> Result<(), String> {
         loop {
-            let Some(arrived) = self.intake() else {
+            let work = match (self.clients.is_empty(), self.runner.is_restoring()) {
+                (false, _) => Work::Requests,
+                (true, true) => Work::Optional,
+                (true, false) => Work::None,
+            };
+            let Some(arrived) = self.mailbox.take(work) else {
                 // What was saved before and not read yet would be lost when the cache is saved again.
                 self.restore(usize::MAX);
                 return Ok(());
@@ -273,25 +238,8 @@ impl Engine {
         }
     }
 
-    /// Takes new jobs; waits for them if there is nothing else to do. `None` once drained.
-    fn intake(&self) -> Option<VecDeque<Arrived>> {
-        let mut inner = self.shared.lock();
-        loop {
-            inner.heartbeat = Instant::now();
-            inner.is_idle = self.clients.is_empty();
-            let is_restoring = self.runner.is_restoring() && inner.state != State::Draining;
-            if !inner.inbox.is_empty() || !self.clients.is_empty() || is_restoring {
-                return Some(std::mem::take(&mut inner.inbox));
-            }
-            if inner.state == State::Draining {
-                return None;
-            }
-            inner = self.shared.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
     fn admit(&mut self, mut arrived: Arrived) {
-        arrived.keep_wanted();
+        arrived.forget_abandoned();
         let mut first = None;
         for job in arrived.choices {
             let (task, client) = Client::new(job, arrived.since);
@@ -318,8 +266,8 @@ impl Engine {
 
     /// Ends jobs that nobody waits for, that waited too long, or that may not start any more.
     fn drop_abandoned(&mut self) {
-        let is_draining = self.shared.lock().state == State::Draining;
-        let wait_max = self.shared.limits.wait_max;
+        let is_draining = self.mailbox.is_draining();
+        let wait_max = self.wait_max;
         let runner = &mut self.runner;
         self.clients.retain(|id, client| {
             let refusal = if client.is_gone() {
@@ -351,26 +299,24 @@ impl Engine {
     }
 
     fn publish(&self) {
-        let mut inner = self.shared.lock();
-        inner.active = self.clients.values().filter(|client| !client.is_waiting()).count();
-        inner.queued = self.clients.len() - inner.active;
-        inner.counters = self.runner.counters();
-        inner.pages = self.runner.pages();
-        inner.cache = self.runner.cache_stats();
-        inner.heartbeat = Instant::now();
+        let active = self.clients.values().filter(|client| !client.is_waiting()).count();
+        let occupancy = Occupancy { active, queued: self.clients.len() - active };
+        let published = Published {
+            counters: self.runner.counters(),
+            pages: self.runner.pages(),
+            cache: self.runner.cache_stats(),
+            heartbeat: Instant::now(),
+        };
+        self.mailbox.publish(occupancy, published);
     }
 
     fn fail(&mut self, message: &str) {
-        let mut inner = self.shared.lock();
-        inner.state = State::Failed;
-        (inner.active, inner.queued) = (0, 0);
-        let inbox = std::mem::take(&mut inner.inbox);
-        drop(inner);
-        for job in inbox.into_iter().flat_map(|arrived| arrived.choices) {
-            let _ = job.events.try_send(Event::Failed(JobError::Model(message.to_owned())));
+        let error = JobError::Model(message.to_owned());
+        for arrived in self.mailbox.fail() {
+            arrived.refuse(&error);
         }
         for client in self.clients.values_mut() {
-            client.send(Event::Failed(JobError::Model(message.to_owned())));
+            client.send(Event::Failed(error.clone()));
         }
     }
 }

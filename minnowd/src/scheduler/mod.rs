@@ -9,6 +9,8 @@
 //! - Every running request that refines a block takes part in every step. One prompt is read at a time, the oldest.
 //! - While others refine, reading prompts may take no more time in the long run than refining does: a step with a
 //!   piece of prompt must be earned by steps without. So running streams keep at least half of their speed.
+//! - Hence a bound: the oldest running request ends after at most twice the time of its own steps, and each request
+//!   starts after at most twice the steps of those that came before it, whatever comes later.
 //! - A request that needs a page when there is none waits. When all wait, the youngest gives its pages back and is
 //!   computed again later, with the same result; the oldest never is. A request alone always has room: whoever made
 //!   it checked it against the whole cache.

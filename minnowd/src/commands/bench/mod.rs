@@ -6,6 +6,7 @@
 
 mod forward;
 mod prefill;
+pub mod serve;
 
 use std::process::ExitCode;
 use std::time::Instant;
