@@ -2,8 +2,9 @@
 //!
 //! A fatbin holds machine code for every target of [`TARGETS`] that its file is for, and PTX of the oldest, which the
 //! driver compiles for GPUs that no machine code fits. A file whose name ends in `_sm90a` or `_sm120f` is for that
-//! target alone. `MINNOW_CUDA_ARCH=80` or `80,90a` limits the targets. What did not change is not compiled again: the
-//! key beside a fatbin covers its file, the headers it includes, the command and the compiler.
+//! target alone. `MINNOW_CUDA_ARCH=80` or `80,90a` limits the targets. What did not change is not compiled again, also not
+//! for another profile or set of features: fatbins are kept beside the profiles' folders, under a key that covers the
+//! file, the headers it includes, the command and the compiler.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -103,7 +104,6 @@ mod cuda {
     }
 
     fn compile_one(nvcc: &Path, version: &[u8], job: &Job, out: &Path) -> Result<(), String> {
-        let (fatbin, key_path) = (out.join(format!("{}.fatbin", job.name)), out.join(format!("{}.key", job.name)));
         let mut command = Command::new(nvcc);
         command.args(["-fatbin", "-O3", "-std=c++17", "--compress-mode=size", "-I", "cu", "-Werror", "all-warnings"]);
         for target in &job.targets {
@@ -116,23 +116,30 @@ mod cuda {
         if let Ok(host_compiler) = env::var("NVCC_CCBIN") {
             command.args(["-ccbin", &host_compiler]);
         }
-        command.arg(&job.source).arg("-o").arg(&fatbin);
+        command.arg(&job.source);
 
         let mut hasher = DefaultHasher::new();
         format!("{command:?}").hash(&mut hasher);
         version.hash(&mut hasher);
         hash_with_headers(&job.source, &mut BTreeSet::new(), &mut hasher);
-        let key = format!("{:016x}", hasher.finish());
-        if fatbin.exists() && fs::read_to_string(&key_path).is_ok_and(|old| old == key) {
-            return Ok(());
+        // OUT_DIR is four folders below the target folder: profile, `build`, package, `out`.
+        let kept = out.ancestors().nth(4).unwrap_or(out).join("minnow-fatbins");
+        let kept = kept.join(format!("{}-{:016x}.fatbin", job.name, hasher.finish()));
+        let fatbin = out.join(format!("{}.fatbin", job.name));
+        if !kept.exists() {
+            let folder = kept.parent().unwrap_or(out);
+            fs::create_dir_all(folder).map_err(|error| format!("{} cannot be made: {error}", folder.display()))?;
+            // Under a name of this process until it is whole: others may be building the same.
+            let unfinished = kept.with_extension(process::id().to_string());
+            command.arg("-o").arg(&unfinished);
+            let output = command.output().map_err(|error| format!("{} cannot be run: {error}", nvcc.display()))?;
+            if !output.status.success() {
+                let messages = String::from_utf8_lossy(&output.stderr).into_owned();
+                return Err(format!("nvcc refuses {}:\n{messages}", job.source.display()));
+            }
+            fs::rename(&unfinished, &kept).map_err(|error| format!("{}: {error}", kept.display()))?;
         }
-        let _ = fs::remove_file(&key_path);
-        let output = command.output().map_err(|error| format!("{} cannot be run: {error}", nvcc.display()))?;
-        if !output.status.success() {
-            let messages = String::from_utf8_lossy(&output.stderr).into_owned();
-            return Err(format!("nvcc refuses {}:\n{messages}", job.source.display()));
-        }
-        fs::write(&key_path, key).map_err(|error| error.to_string())
+        fs::copy(&kept, &fatbin).map(drop).map_err(|error| format!("{}: {error}", fatbin.display()))
     }
 
     /// Hashes a file and every file it includes with quotes, from its own folder or from `cu`.

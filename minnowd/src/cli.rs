@@ -47,7 +47,7 @@ struct ModelArgs {
     /// A .mnw file, a safetensors folder or a safetensors file; without it, the embedded demo model is used
     #[arg(long, value_name = "PATH", env = "MINNOWD_MODEL")]
     model: Option<PathBuf>,
-    /// What computes: auto, cpu or reference
+    /// What computes: auto (a GPU if there is one), cpu, cuda, cuda:N or reference
     #[arg(long, value_name = "DEVICE", default_value = "auto", env = "MINNOWD_DEVICE")]
     device: Device,
     /// How the checkpoint is read: auto, direct, buffered or mmap

@@ -1,5 +1,6 @@
 //! A loaded model and everything that turns requests into token ids: what HTTP and the offline commands share.
 
+use std::cell::OnceCell;
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -16,16 +17,14 @@ use crate::demo;
 use crate::engine::QueueLimits;
 use crate::engine::runner::{Limits, Runner};
 use crate::grammar::Grammars;
-use crate::model::Backend;
 use crate::model::cpu::Cpu;
+#[cfg(feature = "cuda")]
+use crate::model::cuda::{Cuda, CudaOptions};
 use crate::model::reference::Reference;
+use crate::model::{Backend, PrefillBlocks};
 use crate::text::{ChatInput, SpecialTokens, Template, Tokenizer};
 use crate::weights::{LoadOptions, VerifyPayload, Weights};
 
-/// Blocks of a prompt read in one step when nothing else runs: cancellation and progress are looked at in between.
-const PREFILL_BLOCKS_ALONE: usize = 16;
-/// Blocks of a prompt read in one step together with refinement: what a running stream has to wait for.
-const PREFILL_BLOCKS_MIXED: usize = 2;
 /// Keys and values take at most this share of the machine's memory where the user names no limit.
 const CACHE_SHARE_OF_MEMORY: u64 = 4;
 /// The reference backend keeps keys and values in f32.
@@ -102,26 +101,24 @@ impl Loaded {
         let opened = Opened::new(source)?;
         let backend = opened.backend(source, source.device, running_max)?;
         let session = opened.session(source, decoding, &*backend)?;
-        let limits = Limits {
-            running_max,
-            prefill_blocks_alone: PREFILL_BLOCKS_ALONE,
-            prefill_blocks_mixed: PREFILL_BLOCKS_MIXED,
-        };
+        let PrefillBlocks { alone, mixed } = backend.prefill_blocks();
+        let limits = Limits { running_max, prefill_blocks_alone: alone, prefill_blocks_mixed: mixed };
         let runner = Runner::new(backend, session.special.decoder_ids(), limits);
         Ok(Self { session, runner })
     }
 }
 
-/// A checkpoint with its weights loaded, before a backend is built on them.
+/// An open checkpoint, before a backend is built on it.
 pub struct Opened {
     checkpoint: Checkpoint,
     name: String,
-    /// Its tensors.
-    pub weights: Weights,
+    verify_payload: VerifyPayload,
+    /// Its tensors in this process's memory, for backends that compute there; loaded when the first one asks.
+    weights: OnceCell<Weights>,
 }
 
 impl Opened {
-    /// Opens and loads the checkpoint, or the embedded one.
+    /// Opens the checkpoint, or the embedded one.
     pub fn new(source: &ModelSource) -> anyhow::Result<Self> {
         let (checkpoint, name) = match &source.path {
             Some(path) => {
@@ -155,8 +152,24 @@ impl Opened {
             crate::config::VerifyPayload::Always => VerifyPayload::Always,
             crate::config::VerifyPayload::Never => VerifyPayload::Never,
         };
-        let weights = Weights::load(&checkpoint, LoadOptions { verify_payload }).with_context(|| name.clone())?;
-        Ok(Self { checkpoint, name, weights })
+        checkpoint.check_model().with_context(|| name.clone())?;
+        Ok(Self { checkpoint, name, verify_payload, weights: OnceCell::new() })
+    }
+
+    /// What the model looks like.
+    #[must_use]
+    pub fn config(&self) -> &ModelConfig {
+        self.checkpoint.config()
+    }
+
+    /// Its tensors, loaded now if they were not yet.
+    pub fn weights(&self) -> anyhow::Result<&Weights> {
+        if let Some(weights) = self.weights.get() {
+            return Ok(weights);
+        }
+        let options = LoadOptions { verify_payload: self.verify_payload };
+        let weights = Weights::load(&self.checkpoint, options).with_context(|| self.name.clone())?;
+        Ok(self.weights.get_or_init(|| weights))
     }
 
     /// Builds a backend with pages for `running_max` requests of the full context, or as many as the memory allowed
@@ -167,23 +180,58 @@ impl Opened {
         device: Device,
         running_max: usize,
     ) -> anyhow::Result<Box<dyn Backend>> {
-        let pages = self.page_count(source, device, running_max)?;
-        if source.int8_expert_activations && device == Device::Reference && source.device == Device::Reference {
+        if source.int8_expert_activations && matches!(device, Device::Cuda(_))
+            || source.int8_expert_activations && device == Device::Reference && source.device == Device::Reference
+        {
             return Err(UsageError("--int8-expert-activations is for --device cpu".to_owned()).into());
         }
+        match device {
+            Device::Cuda(ordinal) => return self.cuda(source, ordinal, running_max),
+            Device::Auto if cfg!(feature = "cuda") && !source.int8_expert_activations => {
+                match self.cuda(source, 0, running_max) {
+                    Ok(backend) => return Ok(backend),
+                    Err(cause) => info!("computing on the CPU: {cause:#}"),
+                }
+            }
+            Device::Auto | Device::Cpu | Device::Reference => {}
+        }
+        let pages = self.page_count(source, device, running_max)?;
+        let weights = self.weights()?;
         Ok(match device {
-            Device::Reference => Box::new(Reference::new(&self.weights, pages)?),
-            Device::Auto | Device::Cpu => {
-                let cpu = Cpu::new(self.weights.clone(), pages, source.threads, source.isa)?;
+            Device::Reference => Box::new(Reference::new(weights, pages)?),
+            Device::Auto | Device::Cpu | Device::Cuda(_) => {
+                let cpu = Cpu::new(weights.clone(), pages, source.threads, source.isa)?;
                 Box::new(if source.int8_expert_activations { cpu.with_int8_expert_activations()? } else { cpu })
             }
         })
     }
 
+    /// The backend on GPU number `ordinal`.
+    #[cfg(feature = "cuda")]
+    fn cuda(&self, source: &ModelSource, ordinal: usize, running_max: usize) -> anyhow::Result<Box<dyn Backend>> {
+        let options = CudaOptions {
+            ordinal,
+            running_max,
+            context: self.context(source)?,
+            cache_max_bytes: source.cache_max_bytes,
+            verifies: self.verify_payload.applies_to(&self.checkpoint),
+        };
+        let backend = Cuda::new(&self.checkpoint, options).with_context(|| format!("--device cuda:{ordinal}"))?;
+        Ok(Box::new(backend))
+    }
+
+    #[cfg(not(feature = "cuda"))]
+    #[expect(clippy::unused_self, reason = "as with the feature")]
+    fn cuda(&self, _: &ModelSource, _: usize, _: usize) -> anyhow::Result<Box<dyn Backend>> {
+        let message = "--device cuda: this build has no CUDA backend (cargo feature cuda); use cpu or auto";
+        Err(UsageError(message.to_owned()).into())
+    }
+
     fn page_count(&self, source: &ModelSource, device: Device, running_max: usize) -> anyhow::Result<usize> {
+        let config = self.checkpoint.config();
         let page_bytes = match device {
-            Device::Reference => cache::page_bytes(&self.weights.config, KV_ELEMENT_BYTES),
-            Device::Auto | Device::Cpu => Cpu::bytes_a_page(&self.weights.config, source.isa) as u64,
+            Device::Reference => cache::page_bytes(config, KV_ELEMENT_BYTES),
+            Device::Auto | Device::Cpu | Device::Cuda(_) => Cpu::bytes_a_page(config, source.isa) as u64,
         };
         let one_request = self.context(source)?.div_ceil(BLOCK);
         let wanted = one_request.saturating_mul(running_max);
@@ -207,7 +255,7 @@ impl Opened {
 
     /// Positions a request may use.
     fn context(&self, source: &ModelSource) -> anyhow::Result<usize> {
-        let limit = self.weights.config.max_position_embeddings;
+        let limit = self.checkpoint.config().max_position_embeddings;
         match source.max_context {
             None => Ok(limit.min(DEFAULT_CONTEXT_MAX)),
             Some(context) if (BLOCK..=limit).contains(&context) => Ok(context),
@@ -226,7 +274,7 @@ impl Opened {
         decoding: &DecodingDefaults,
         backend: &dyn Backend,
     ) -> anyhow::Result<Session> {
-        let config = &self.weights.config;
+        let config = self.checkpoint.config();
         let asset = |name: &str| self.checkpoint.assets().get(name);
         let required = |name: &str| asset(name).with_context(|| format!("{}: {name} is missing", self.name));
         let tokenizer = Tokenizer::from_json(required("tokenizer.json")?).with_context(|| self.name.clone())?;

@@ -28,7 +28,7 @@ fn bad_flags_are_usage_errors_that_name_flag_and_value() {
     for (line, words) in [
         ("", &["no command"][..]),
         ("fly", &["fly"]),
-        ("serve --device cuda", &["--device", "cuda", "no CUDA backend"]),
+        ("serve --device cuda:x", &["--device", "cuda:x", "cuda:N"]),
         ("serve --device tpu", &["--device", "tpu"]),
         ("serve --listen 8080", &["--listen", "8080"]),
         ("serve --listen 0.0.0.0:8080", &["0.0.0.0:8080", "--insecure-plaintext", "--insecure-no-auth"]),

@@ -4,7 +4,5 @@ mod codec;
 mod codec_encoder;
 mod codec_search;
 mod conformance;
-#[cfg(feature = "cuda")]
-mod cuda;
 mod invariance;
 mod routing;

@@ -5,7 +5,8 @@
 // sums: [blocks, CHUNKS_MAX, heads, 32, 128] f32.   weights: [blocks, CHUNKS_MAX, heads, 32] of (maximum, sum).
 // Grid: attend: (kv_heads, ceil(group / 4), blocks), 256 threads; partial: (CHUNKS_MAX, kv_heads * ceil(group / 2),
 // blocks), 128 threads: a warp has 16 rows of one query head; combine: (4, heads, blocks), 256 threads, a warp a row.
-// Shared: 64 KiB, 128 keys and 128 values of one head, rows of 256 bytes whose 16-byte pieces are swizzled by row.
+// Shared: 128 keys and 128 values of one head, then the queries, 64 KiB and 4 KiB a warp: rows of 256 bytes whose
+// 16-byte pieces are swizzled by row.
 //
 // Order of sums: keys are taken in tiles of 4 pages. A chunk is `tiles_of_chunk` tiles, which depends on the row's own
 // position alone; within a chunk the running maximum and sums go from tile to tile, and the chunks, each begun from
@@ -140,26 +141,23 @@ __device__ __forceinline__ void attention(const bf16 *q, const bf16 *pool, const
     const bf16 *value_head = key_head + size_t(kv_heads) * PAGE * DIM;
     auto pages_of = [&](int tile) { return min(TILE_PAGES, pages - tile * TILE_PAGES); };
 
-    load_tile<THREADS>(keys, key_head, table + tile * TILE_PAGES, pages_of(tile), page_stride);
-    commit_copies();
-    load_tile<THREADS>(values, value_head, table + tile * TILE_PAGES, pages_of(tile), page_stride);
-    commit_copies();
-
     // The warp's rows among the 32 * group of this key and value head: head by head.
     int row = (part * WARPS + warp) * 16, heads = kv_heads * group, head = kv_head * group + row / PAGE;
     bool is_active = row < group * PAGE;
     size_t first_row = size_t(block_index) * PAGE + row % PAGE + lane / 4;
-    uint32_t query[8][4];
+    // The warp's queries stay in shared memory: in registers they would push sums out.
+    uint32_t queries = keys + 2 * TILE_BYTES + warp * 16 * DIM * 2;
     if (is_active) {
+        const bf16 *from = q + ((size_t(block_index) * PAGE + row % PAGE) * heads + head) * DIM;
 #pragma unroll
-        for (int k = 0; k < 8; ++k) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const bf16 *at = q + ((first_row + i % 2 * 8) * heads + head) * DIM + k * 16 + i / 2 * 8 + lane % 4 * 2;
-                query[k][i] = *reinterpret_cast<const uint32_t *>(at);
-            }
+        for (int i = lane; i < 16 * 16; i += 32) {
+            copy_async(queries + swizzled(i / 16, i % 16), from + size_t(i / 16) * heads * DIM + i % 16 * 8);
         }
     }
+    load_tile<THREADS>(keys, key_head, table + tile * TILE_PAGES, pages_of(tile), page_stride);
+    commit_copies();
+    load_tile<THREADS>(values, value_head, table + tile * TILE_PAGES, pages_of(tile), page_stride);
+    commit_copies();
 
     Sums all, chunk;
     all.clear();
@@ -167,27 +165,32 @@ __device__ __forceinline__ void attention(const bf16 *q, const bf16 *pool, const
     int left_of_chunk = step;
     for (; tile < end; ++tile) {
         int tile_pages = pages_of(tile);
+        bool is_fresh = left_of_chunk == step;
         float scores[16][4];
         wait_copies<1>();
         __syncthreads();
         if (is_active) {
 #pragma unroll
-            for (int page = 0; page < TILE_PAGES; ++page) {
+            for (int n = 0; n < 16; ++n) {
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    int n = page * 4 + half * 2;
+                for (int i = 0; i < 4; ++i) {
+                    scores[n][i] = 0.0f;
+                }
+            }
+            // Sixteen sums side by side, so that no product waits for the one before.
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        scores[n][i] = scores[n + 1][i] = 0.0f;
-                    }
+            for (int k = 0; k < 8; ++k) {
+                uint32_t query[4];
+                load_matrices(query, queries + swizzled(lane % 16, k * 2 + lane / 16));
+#pragma unroll
+                for (int page = 0; page < TILE_PAGES; ++page) {
                     if (page < tile_pages) {
-                        int key = n * 8 + lane / 16 * 8 + lane % 8;
 #pragma unroll
-                        for (int k = 0; k < 8; ++k) {
+                        for (int n = page * 4; n < page * 4 + 4; n += 2) {
                             uint32_t b[4];
-                            load_matrices(b, keys + swizzled(key, k * 2 + lane / 8 % 2));
-                            multiply(scores[n], query[k], b[0], b[1]);
-                            multiply(scores[n + 1], query[k], b[2], b[3]);
+                            load_matrices(b, keys + swizzled(n * 8 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+                            multiply(scores[n], query, b[0], b[1]);
+                            multiply(scores[n + 1], query, b[2], b[3]);
                         }
                     }
                 }
@@ -240,15 +243,17 @@ __device__ __forceinline__ void attention(const bf16 *q, const bf16 *pool, const
                 total[side] += __shfl_xor_sync(0xffffffffu, total[side], 1);
                 total[side] += __shfl_xor_sync(0xffffffffu, total[side], 2);
                 by[side] = worth(chunk.maximum[side], maximum[side]);
-                chunk.total[side] = __fmaf_rn(chunk.total[side], by[side], total[side]);
+                chunk.total[side] = is_fresh ? total[side] : __fmaf_rn(chunk.total[side], by[side], total[side]);
                 chunk.maximum[side] = maximum[side];
             }
-            // The first tile of a chunk meets zeros here, whatever `by` is, unless every score so far is -inf or NaN.
+            // The first tile of a chunk meets zeros.
+            if (!is_fresh) {
 #pragma unroll
-            for (int n = 0; n < 16; ++n) {
+                for (int n = 0; n < 16; ++n) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    chunk.values[n][i] = __fmul_rn(chunk.values[n][i], by[i / 2]);
+                    for (int i = 0; i < 4; ++i) {
+                        chunk.values[n][i] = __fmul_rn(chunk.values[n][i], by[i / 2]);
+                    }
                 }
             }
         }
@@ -275,7 +280,8 @@ __device__ __forceinline__ void attention(const bf16 *q, const bf16 *pool, const
         }
         commit_copies();
 
-        if (!IS_SPLIT && (--left_of_chunk == 0 || tile + 1 == end)) {
+        --left_of_chunk;
+        if (!IS_SPLIT && (left_of_chunk == 0 || tile + 1 == end)) {
             left_of_chunk = step;
             float by[2], chunk_by[2];
 #pragma unroll

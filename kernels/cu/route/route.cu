@@ -4,17 +4,20 @@
 // weights: [blocks * 32, k] f32.   masks: [blocks, experts] u32, bit r: row r of the block chose the expert.
 // slot_rows: [slots] u32, the row of a slot;   slot_parts: [slots] u32, row * stride + place of the expert in ids.
 // tiles: [tile_count] of (expert, first slot, slots, 0), experts ascending;   slots = blocks * 32 * k.
-// Grid: one block of threads a block of rows.  Block: 256 threads, for `choose` 8 warps of four rows each.
-// Shared: choose: (32 experts + 2048) floats, the biased scores and a list of expert numbers for each warp.
+// Grid: one block of threads a block of rows.  Block: choose: 1024 threads, a warp a row; order: 256.
+// Shared: choose: 32 * experts floats and 32 * 256 16-bit numbers: the biased scores, and a list of experts for each
+// warp, of which choosing by block needs but one.
 // All FP32; ties: the larger value first, the lower index first among equals; NaN ranks as minus infinity. A weight is
 // score / (sum of the chosen scores in the order of ids + 1e-20) * scale, without the division if k == 1.
 // `order` takes the rows of an expert in ascending order. Bound by latency.   Oracle: kernels/src/oracle/router.rs
 #include "common/rows.cuh"
 
 constexpr int ROWS = 32;
+constexpr int EXPERTS_MAX = 256;
+/// `order` has a thread for each expert, `choose` four.
 constexpr int WARPS = 8;
 constexpr int THREADS = 32 * WARPS;
-constexpr int EXPERTS_MAX = 256;
+constexpr int PARTS = 4;
 constexpr int CANDIDATES_OF_LANE = EXPERTS_MAX / 32;
 
 __device__ __forceinline__ float ranked(float x) {
@@ -22,149 +25,180 @@ __device__ __forceinline__ float ranked(float x) {
 }
 
 __device__ __forceinline__ float sigmoid(float x) {
-    return 1.0f / (1.0f + expf(-x));
+    return __frcp_rn(1.0f + expf(-x));
 }
 
-/// Whether (a, index i) comes before (b, index j).
-__device__ __forceinline__ bool precedes(float a, int i, float b, int j) {
-    return a > b || (a == b && i < j);
+/// A number that is ordered as the float: NaN as minus infinity, both zeros the same.
+__device__ __forceinline__ int ordered(float x) {
+    int bits = __float_as_int(ranked(x) + 0.0f);
+    return bits < 0 ? int(0x80000000u - uint32_t(bits)) : bits;
 }
 
-/// How many of the set bits of `flags` (one thread each, over the block) belong to threads before this one, and how
-/// many there are. `scratch`: [WARPS] ints.
-__device__ __forceinline__ int2 place_among(bool flag, int *scratch) {
-    uint32_t of_warp = __ballot_sync(0xffffffffu, flag);
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (lane == 0) {
-        scratch[warp] = __popc(of_warp);
-    }
-    __syncthreads();
-    int before = 0, all = 0;
+/// The float of an `ordered` number.
+__device__ __forceinline__ float value_of(int x) {
+    return __uint_as_float(x < 0 ? 0x80000000u - uint32_t(x) : uint32_t(x));
+}
+
+/// 1 if (a, index i) comes before (b, index j), of `ordered` numbers. There is none so large that adding one overflows.
+__device__ __forceinline__ int precedes(int a, int i, int b, int j) {
+    return a + int(i < j) > b;
+}
+
+/// Counts for each of a lane's first `COUNT` candidates how many of the pool come before it.
+template <int COUNT>
+__device__ __forceinline__ void rank_among(int (&rank)[CANDIDATES_OF_LANE], const int (&own)[CANDIDATES_OF_LANE],
+                                           const int *scores, int pool, int lane) {
+#pragma unroll 4
+    for (int other = 0; other < pool; ++other) {
+        int score = scores[other];
 #pragma unroll
-    for (int other = 0; other < WARPS; ++other) {
-        before += other < warp ? scratch[other] : 0;
-        all += scratch[other];
-    }
-    __syncthreads();
-    return make_int2(before + __popc(of_warp & ((1u << lane) - 1)), all);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-choose(const float *logits, const float *bias, uint32_t *ids, float *weights, uint32_t *masks, int experts, int k,
-       float scale, int capacity, int groups, int kept) {
-    extern __shared__ float biased[];
-    auto *lists = reinterpret_cast<uint16_t *>(biased + ROWS * experts);
-    __shared__ float peaks[EXPERTS_MAX];
-    __shared__ uint32_t chosen[EXPERTS_MAX];
-    __shared__ float strengths[ROWS][32];
-    __shared__ int scratch[WARPS];
-    wait_for_previous();
-    let_next_start();
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, expert = threadIdx.x;
-    const float *of_block = logits + size_t(blockIdx.x) * ROWS * experts;
-
-    chosen[expert] = 0;
-    float peak = -INFINITY;
-    if (expert < experts) {
-        float of_expert = bias[expert];
-#pragma unroll 8
-        for (int row = 0; row < ROWS; ++row) {
-            float score = ranked(sigmoid(of_block[row * experts + expert]) + of_expert);
-            biased[row * experts + expert] = score;
-            peak = fmaxf(peak, score);
+        for (int i = 0; i < COUNT; ++i) {
+            rank[i] += precedes(score, other, own[i], i * 32 + lane);
         }
     }
-    peaks[expert] = peak;
+}
+
+extern "C" __global__ void __launch_bounds__(PARTS * THREADS)
+choose(const float *logits, const float *bias, uint32_t *ids, float *weights, uint32_t *masks, int experts, int k,
+       float scale, int capacity, int groups, int kept) {
+    extern __shared__ __align__(16) int biased[];
+    auto *lists = reinterpret_cast<uint16_t *>(biased + ROWS * experts);
+    __shared__ int peaks[PARTS][EXPERTS_MAX];
+    __shared__ int ranks[PARTS][EXPERTS_MAX];
+    __shared__ uint32_t chosen[EXPERTS_MAX];
+    __shared__ uint32_t in_pool[EXPERTS_MAX / 32];
+    __shared__ int strengths[ROWS][32];
+    __shared__ uint16_t picked[ROWS][32];
+    wait_for_previous();
+    let_next_start();
+    int row = threadIdx.x / 32, lane = threadIdx.x % 32, expert = threadIdx.x % THREADS, part = threadIdx.x / THREADS;
+    const float *of_block = logits + size_t(blockIdx.x) * ROWS * experts;
+
+    // Four threads share the rows of an expert.
+    int peak = ordered(-INFINITY);
+    if (expert < experts) {
+        float of_expert = bias[expert];
+#pragma unroll
+        for (int i = 0; i < ROWS / PARTS; ++i) {
+            int at = (part * (ROWS / PARTS) + i) * experts + expert;
+            int score = ordered(sigmoid(of_block[at]) + of_expert);
+            biased[at] = score;
+            peak = max(peak, score);
+        }
+    }
+    peaks[part][expert] = peak;
+    if (part == 0) {
+        chosen[expert] = 0;
+    }
     __syncthreads();
 
     int pool = capacity;
     uint16_t *list = lists;
     if (groups == 0) {
-        int rank = 0;
-        for (int other = 0; other < experts; ++other) {
-            rank += precedes(peaks[other], other, peak, expert);
+        peak = max(max(peaks[0][expert], peaks[1][expert]), max(peaks[2][expert], peaks[3][expert]));
+        __syncthreads();
+        if (part == 0) {
+            peaks[0][expert] = peak;
         }
-        bool is_in = expert < experts && rank < capacity;
-        int2 place = place_among(is_in, scratch);
-        if (is_in) {
-            list[place.x] = expert;
+        __syncthreads();
+        // And the comparisons with the others.
+        int rank = 0, end = min(experts, (part + 1) * (EXPERTS_MAX / PARTS));
+#pragma unroll 8
+        for (int other = part * (EXPERTS_MAX / PARTS); other < end; ++other) {
+            rank += precedes(peaks[0][other], other, peak, expert);
+        }
+        ranks[part][expert] = rank;
+        __syncthreads();
+        if (part == 0) {
+            rank = ranks[0][expert] + ranks[1][expert] + ranks[2][expert] + ranks[3][expert];
+            uint32_t members = __ballot_sync(0xffffffffu, expert < experts && rank < capacity);
+            if (lane == 0) {
+                in_pool[expert / 32] = members;
+            }
+        }
+        __syncthreads();
+        if (part == 0 && (in_pool[expert / 32] >> lane & 1)) {
+            int place = __popc(in_pool[expert / 32] & ((1u << lane) - 1));
+            for (int word = 0; word < expert / 32; ++word) {
+                place += __popc(in_pool[word]);
+            }
+            list[place] = expert;
         }
     } else {
         // A thread sums the two best of a group of a row; neighbours begin at different members, so at different banks.
         int size = experts / groups;
-        for (int i = threadIdx.x; i < ROWS * groups; i += THREADS) {
-            const float *members = biased + i / groups * experts + i % groups * size;
-            float best = -INFINITY, second = -INFINITY;
+        for (int i = threadIdx.x; i < ROWS * groups; i += PARTS * THREADS) {
+            const int *members = biased + i / groups * experts + i % groups * size;
+            int best = ordered(-INFINITY), second = best;
             for (int j = 0; j < size; ++j) {
-                float score = members[(j + threadIdx.x) % size];
-                second = fmaxf(second, fminf(best, score));
-                best = fmaxf(best, score);
+                int score = members[(j + threadIdx.x) % size];
+                second = max(second, min(best, score));
+                best = max(best, score);
             }
-            strengths[i / groups][i % groups] = size > 1 ? best + second : best;
+            float sum = size > 1 ? value_of(best) + value_of(second) : value_of(best);
+            strengths[i / groups][i % groups] = ordered(sum);
         }
         pool = kept * size;
-        list = lists + warp * EXPERTS_MAX;
+        list = lists + row * EXPERTS_MAX;
     }
     __syncthreads();
 
-    for (int row = warp * (ROWS / WARPS); row < (warp + 1) * (ROWS / WARPS); ++row) {
-        const float *scores = biased + row * experts;
-        if (groups != 0) {
-            int rank = 0, size = experts / groups;
-            float strength = lane < groups ? strengths[row][lane] : 0.0f;
-            for (int other = 0; other < groups; ++other) {
-                rank += precedes(strengths[row][other], other, strength, lane);
-            }
-            uint32_t open = __ballot_sync(0xffffffffu, lane < groups && rank < kept);
-            __syncwarp();
-            for (int i = lane; i < pool; i += 32) {
-                // The group with i / size open ones before it.
-                int group = __fns(open, 0, i / size + 1);
-                list[i] = group * size + i % size;
-            }
-            __syncwarp();
+    int *scores = biased + row * experts;
+    if (groups != 0) {
+        int rank = 0, size = experts / groups;
+        int strength = lane < groups ? strengths[row][lane] : 0;
+        for (int other = 0; other < groups; ++other) {
+            rank += precedes(strengths[row][other], other, strength, lane);
         }
-        float own[CANDIDATES_OF_LANE];
-        int rank[CANDIDATES_OF_LANE];
-#pragma unroll
-        for (int i = 0; i < CANDIDATES_OF_LANE; ++i) {
-            rank[i] = 0;
-            own[i] = i * 32 + lane < pool ? scores[list[i * 32 + lane]] : 0.0f;
-        }
-        for (int other = 0; other < pool; ++other) {
-            // The list ascends, so places stand for expert numbers.
-            float score = scores[list[other]];
-#pragma unroll
-            for (int i = 0; i < CANDIDATES_OF_LANE; ++i) {
-                if (i * 32 < pool) {
-                    rank[i] += precedes(score, other, own[i], i * 32 + lane);
-                }
-            }
-        }
-        size_t first = (size_t(blockIdx.x) * ROWS + row) * k;
-#pragma unroll
-        for (int i = 0; i < CANDIDATES_OF_LANE; ++i) {
-            if (i * 32 + lane < pool && rank[i] < k) {
-                int id = list[i * 32 + lane];
-                ids[first + rank[i]] = id;
-                // Handed over through memory, which a warp sees in order.
-                weights[first + rank[i]] = sigmoid(of_block[row * experts + id]);
-                atomicOr(&chosen[id], 1u << row);
-            }
+        uint32_t open = __ballot_sync(0xffffffffu, lane < groups && rank < kept);
+        for (int i = lane; i < pool; i += 32) {
+            // The group with i / size open ones before it.
+            int group = __fns(open, 0, i / size + 1);
+            list[i] = group * size + i % size;
         }
         __syncwarp();
-        float total = 0.0f;
-        for (int slot = 0; slot < k; ++slot) {
-            total += weights[first + slot];
-        }
-        __syncwarp();
-        if (lane < k) {
-            float weight = weights[first + lane];
-            weights[first + lane] = __fmul_rn(k == 1 ? weight : __fdiv_rn(weight, total + 1e-20f), scale);
+    }
+    // The pool's scores move to the front of the row, in the order of the list, which ascends: so places stand for
+    // expert numbers in every comparison.
+    int own[CANDIDATES_OF_LANE], rank[CANDIDATES_OF_LANE];
+#pragma unroll
+    for (int i = 0; i < CANDIDATES_OF_LANE; ++i) {
+        rank[i] = 0;
+        own[i] = i * 32 + lane < pool ? scores[list[i * 32 + lane]] : 0;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < CANDIDATES_OF_LANE; ++i) {
+        if (i * 32 + lane < pool) {
+            scores[i * 32 + lane] = own[i];
         }
     }
+    __syncwarp();
+    if (pool <= 64) {
+        rank_among<2>(rank, own, scores, pool, lane);
+    } else {
+        rank_among<CANDIDATES_OF_LANE>(rank, own, scores, pool, lane);
+    }
+    size_t first = (size_t(blockIdx.x) * ROWS + row) * k;
+#pragma unroll
+    for (int i = 0; i < CANDIDATES_OF_LANE; ++i) {
+        if (i * 32 + lane < pool && rank[i] < k) {
+            int id = list[i * 32 + lane];
+            ids[first + rank[i]] = id;
+            picked[row][rank[i]] = id;
+            atomicOr(&chosen[id], 1u << row);
+        }
+    }
+    __syncwarp();
+    float weight = lane < k ? sigmoid(of_block[row * experts + picked[row][lane]]) : 0.0f, total = 0.0f;
+    for (int slot = 0; slot < k; ++slot) {
+        total += __shfl_sync(0xffffffffu, weight, slot);
+    }
+    if (lane < k) {
+        weights[first + lane] = __fmul_rn(k == 1 ? weight : __fdiv_rn(weight, total + 1e-20f), scale);
+    }
     __syncthreads();
-    if (expert < experts) {
+    if (part == 0 && expert < experts) {
         masks[size_t(blockIdx.x) * experts + expert] = chosen[expert];
     }
 }

@@ -11,11 +11,14 @@ const DIM: usize = 128;
 const ROTARY_DIM: usize = 64;
 /// Chunks of keys that are folded, at most: as in the source.
 const CHUNKS_MAX: usize = 32;
-/// A tile of 128 keys and one of 128 values.
-const SHARED_BYTES: u32 = 64 << 10;
 /// Rows of a block of threads, as in the source.
 const ATTEND_ROWS: usize = 128;
 const PARTIAL_ROWS: usize = 64;
+
+/// A tile of 128 keys, one of 128 values, and `rows` queries.
+const fn shared_bytes(rows: usize) -> u32 {
+    ((2 * 128 + rows) * DIM * size_of::<bf16>()) as u32
+}
 
 /// The kernels of this family.
 #[derive(Clone, Debug)]
@@ -65,8 +68,8 @@ impl Attention {
     pub fn new(device: &Device) -> Result<Self, CudaError> {
         let attend = device.kernel("attention", "attend")?;
         let partial = device.kernel("attention", "partial")?;
-        attend.allow_shared(SHARED_BYTES)?;
-        partial.allow_shared(SHARED_BYTES)?;
+        attend.allow_shared(shared_bytes(ATTEND_ROWS))?;
+        partial.allow_shared(shared_bytes(PARTIAL_ROWS))?;
         Ok(Self {
             embed: device.kernel("rope", "embed")?,
             norm_and_rope: device.kernel("rope", "norm_and_rope")?,
@@ -185,7 +188,7 @@ impl Attention {
         let sizes = [argument(&pages.page_stride), argument(&kv), argument(&group_argument)];
         if blocks > self.split_blocks_max(heads) {
             let grid = [heads.kv, (group * BLOCK).div_ceil(ATTEND_ROWS), blocks].map(|count| count as u32);
-            let launch = LaunchShape::new(grid, 256).shared(SHARED_BYTES).overlapping();
+            let launch = LaunchShape::new(grid, 256).shared(shared_bytes(ATTEND_ROWS)).overlapping();
             let arguments = [&inputs[..], &[argument(&out)], &sizes].concat();
             // SAFETY: the parameters of the source; the kernel waits; the rest is the caller's promise.
             return unsafe { self.attend.launch(launch, &arguments) };
@@ -194,7 +197,7 @@ impl Attention {
         let launch = LaunchShape::new([CHUNKS_MAX, heads.kv * parts, blocks].map(|count| count as u32), 128);
         let arguments = [&inputs[..], &[argument(&sums), argument(&weights)], &sizes].concat();
         // SAFETY: as above.
-        unsafe { self.partial.launch(launch.shared(SHARED_BYTES).overlapping(), &arguments) }?;
+        unsafe { self.partial.launch(launch.shared(shared_bytes(PARTIAL_ROWS)).overlapping(), &arguments) }?;
         let launch = LaunchShape::new([4, heads.query as u32, blocks as u32], 256).overlapping();
         let arguments =
             [argument(&sums), argument(&weights), argument(&tables.blocks), argument(&out), argument(&query)];

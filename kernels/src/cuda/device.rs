@@ -196,6 +196,30 @@ struct Inner {
     stream: sys::CUstream,
     modules: Mutex<BTreeMap<String, Option<Module>>>,
     properties: Properties,
+    /// Launches so far, while they are profiled.
+    profile: Mutex<Option<Vec<Profiled>>>,
+}
+
+/// A launch, and the points before and behind it.
+struct Profiled {
+    kernel: Arc<str>,
+    start: RawEvent,
+    end: RawEvent,
+}
+
+/// An event that does not hold its device.
+struct RawEvent(sys::CUevent);
+
+// SAFETY: a handle of the driver, see `Inner`.
+unsafe impl Send for RawEvent {}
+
+/// How long a kernel ran.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KernelTime {
+    /// `module::name`.
+    pub kernel: Arc<str>,
+    /// From the end of what was in front of it to its own end.
+    pub seconds: f64,
 }
 
 /// A loaded fatbin; unloaded with the device.
@@ -258,7 +282,7 @@ impl Device {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: the context is current, as `memory_info` made it; `stream` outlives the call.
         check("cuStreamCreate", unsafe { sys::cuStreamCreate(&raw mut stream, flags) })?;
-        Ok(Self(Arc::new(Inner { context, stream, modules: Mutex::default(), properties })))
+        Ok(Self(Arc::new(Inner { context, stream, modules: Mutex::default(), properties, profile: Mutex::default() })))
     }
 
     /// What this GPU is.
@@ -288,7 +312,7 @@ impl Device {
             return Err(missing());
         }
         check("cuModuleGetFunction", code)?;
-        Ok(Kernel { device: self.clone(), function })
+        Ok(Kernel { device: self.clone(), function, name: format!("{module}::{name}").into() })
     }
 
     /// Whether this build has `cu/*/module.cu` for this GPU.
@@ -393,6 +417,41 @@ impl Device {
         Ok(Graph { device: self.clone(), executable })
     }
 
+    /// Runs `work`, waits for what it queued, and says how long each kernel took, in order. Kernels do not overlap
+    /// meanwhile, and each is a little slower than otherwise. What graphs launch is not seen.
+    pub fn profile<E: From<CudaError>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<Vec<KernelTime>, E> {
+        let lock = || self.0.profile.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        *lock() = Some(Vec::new());
+        let done = work();
+        let launches = lock().take().unwrap_or_default();
+        let synchronized = self.synchronize();
+        let mut times = Vec::with_capacity(launches.len());
+        for Profiled { kernel, start, end } in launches {
+            let mut milliseconds = 0.0f32;
+            // SAFETY: both events were made by `mark` and are destroyed here, once.
+            unsafe {
+                sys::cuEventElapsedTime_v2(&raw mut milliseconds, start.0, end.0);
+                sys::cuEventDestroy_v2(start.0);
+                sys::cuEventDestroy_v2(end.0);
+            }
+            times.push(KernelTime { kernel, seconds: f64::from(milliseconds) / 1e3 });
+        }
+        done?;
+        synchronized?;
+        Ok(times)
+    }
+
+    /// A new event, recorded here. The context is current.
+    fn mark(&self) -> Result<RawEvent, CudaError> {
+        let mut event = ptr::null_mut();
+        // SAFETY: `event` outlives the first call; event and stream are of the same context.
+        unsafe {
+            check("cuEventCreate", sys::cuEventCreate(&raw mut event, 0))?;
+            check("cuEventRecord", sys::cuEventRecord(event, self.0.stream))?;
+        }
+        Ok(RawEvent(event))
+    }
+
     /// A point in the stream whose time can be taken.
     pub fn event(&self) -> Result<Event, CudaError> {
         self.make_current()?;
@@ -447,6 +506,12 @@ impl<T> Pointer<T> {
     #[must_use]
     pub fn null() -> Self {
         Self { address: 0, elements: PhantomData }
+    }
+
+    /// The same place, taken for other elements.
+    #[must_use]
+    pub fn cast<U>(self) -> Pointer<U> {
+        Pointer { address: self.address, elements: PhantomData }
     }
 
     /// The address, as tensor maps want it.
@@ -682,6 +747,7 @@ impl<T> fmt::Debug for Pinned<T> {
 pub struct Kernel {
     device: Device,
     function: sys::CUfunction,
+    name: Arc<str>,
 }
 
 // SAFETY: a handle of the driver, see `Inner`.
@@ -793,18 +859,25 @@ impl Kernel {
             attrs: overlap.as_mut_ptr(),
             numAttrs: u32::from(overlaps),
         };
+        let mut profile = self.device.0.profile.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let start = profile.is_some().then(|| self.device.mark()).transpose()?;
         // SAFETY: `Argument` is a pointer; the driver copies the values it points to before it returns and writes
         // none. What the kernel does is the caller's promise.
         check("cuLaunchKernel", unsafe {
             let parameters = arguments.as_ptr().cast::<*mut c_void>().cast_mut();
             sys::cuLaunchKernelEx(&raw const config, self.function, parameters, ptr::null_mut())
-        })
+        })?;
+        if let (Some(profile), Some(start)) = (&mut *profile, start) {
+            let (kernel, end) = (Arc::clone(&self.name), self.device.mark()?);
+            profile.push(Profiled { kernel, start, end });
+        }
+        Ok(())
     }
 }
 
 impl fmt::Debug for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Kernel").field(&self.function).finish()
+        f.debug_tuple("Kernel").field(&self.name).finish()
     }
 }
 

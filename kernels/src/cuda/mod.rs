@@ -8,6 +8,7 @@
 //! header says. Every kernel keeps the promise of [`crate::ops`], "Batch invariance".
 
 mod attention;
+mod ceilings;
 mod device;
 mod experts;
 mod linear;
@@ -17,9 +18,10 @@ mod sample;
 mod strips;
 
 pub use attention::{Attention, BlockTables, HeadTransform, PagesOfLayer};
+pub use ceilings::{MemoryCeilings, memory_ceilings, product_ceiling};
 pub use device::{
-    Argument, Buffer, CudaError, Device, Event, Graph, Kernel, KernelArgument, LaunchShape, Pinned, Plain, Pointer,
-    Properties, Unavailable, argument, device_count,
+    Argument, Buffer, CudaError, Device, Event, Graph, Kernel, KernelArgument, KernelTime, LaunchShape, Pinned, Plain,
+    Pointer, Properties, Unavailable, argument, device_count,
 };
 pub use experts::{Experts, Slots};
 pub use linear::{Linear, VOCABULARY_TILE};

@@ -8,6 +8,8 @@ use crate::ops::RouterRules;
 /// A thread for each expert.
 const EXPERTS_MAX: usize = 256;
 const THREADS: u32 = 256;
+/// Threads of a block that chooses: a warp for each row.
+const CHOOSE_THREADS: u32 = 1024;
 
 /// The kernels of this family.
 #[derive(Clone, Debug)]
@@ -59,7 +61,7 @@ impl Router {
     }
 
     fn shared_bytes(experts: usize) -> u32 {
-        (BLOCK * experts * size_of::<f32>() + THREADS as usize / 32 * EXPERTS_MAX * size_of::<u16>()) as u32
+        (BLOCK * experts * size_of::<f32>() + BLOCK * EXPERTS_MAX * size_of::<u16>()) as u32
     }
 
     /// Chooses experts for `rows` rows, whole blocks, by `logits: [rows, experts]` and `bias: [experts]`.
@@ -79,7 +81,7 @@ impl Router {
             Routing::Block { capacity } => (capacity, 0, 0),
             Routing::Groups { groups, kept } => (0, groups, kept),
         };
-        let launch = LaunchShape::new([(rows / BLOCK) as u32, 1, 1], THREADS);
+        let launch = LaunchShape::new([(rows / BLOCK) as u32, 1, 1], CHOOSE_THREADS);
         let numbers = [experts, rules.experts_per_token, capacity, groups, kept].map(|number| number as i32);
         // SAFETY: the parameters of the source; the kernel waits; the rest is the caller's promise.
         unsafe {

@@ -1,4 +1,5 @@
-//! One forward pass over a batch of blocks, behind one trait: [`reference`] (candle, plain) and [`cpu`].
+//! One forward pass over a batch of blocks, behind one trait: [`reference`] (candle, plain), [`cpu`], and under feature
+//! `cuda` NVIDIA GPUs.
 //!
 //! No loop over steps and no text: tokens and page tables in, what each segment needs out. Three things always hold.
 //! A batch is checked ([`Batch::check`]) before anything is computed. Segments never mix, and neither do the blocks of
@@ -7,6 +8,8 @@
 //! and no others; who may read them later is decided in [`crate::cache`].
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 pub mod reference;
 pub mod trace;
 pub mod verify;
@@ -37,8 +40,13 @@ pub trait Backend: Send {
     /// Bytes of one page as [`export_page`](Self::export_page) writes it.
     fn page_bytes(&self) -> usize;
 
-    /// Copies the K/V of a page that a forward or an import has written into `out: [page_bytes]`. The order of numbers
-    /// is the backend's own; every one is f32, little-endian.
+    /// How much of a prompt a step should hold.
+    fn prefill_blocks(&self) -> PrefillBlocks {
+        PrefillBlocks::default()
+    }
+
+    /// Copies the K/V of a page that a forward or an import has written into `out: [page_bytes]`. Type and order of the
+    /// numbers are the backend's own; all are little-endian.
     fn export_page(&self, page: PageId, out: &mut [u8]) -> Result<(), ModelError>;
 
     /// Makes `page` what [`export_page`](Self::export_page) gave as `bytes: [page_bytes]`, bit for bit, if they come
@@ -69,6 +77,23 @@ pub struct Ceilings {
     pub read_bytes_per_second: f64,
     /// Floating-point operations in a second, of the products that weights go through.
     pub flops_per_second: f64,
+}
+
+/// How many blocks of prompts go into one step. More make better use of weights that are read once for all; fewer let
+/// cancellation, progress and running streams wait less.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PrefillBlocks {
+    /// When nothing else runs.
+    pub alone: usize,
+    /// Beside streams that refine.
+    pub mixed: usize,
+}
+
+impl Default for PrefillBlocks {
+    /// What suits a processor.
+    fn default() -> Self {
+        Self { alone: 16, mixed: 2 }
+    }
 }
 
 /// One sequence's share of a batch: whole blocks at the end of what it has so far.
@@ -249,6 +274,10 @@ pub enum ModelError {
         /// The first expert matrix that is not stored so, or any where the instruction set is the reason.
         tensor: String,
     },
+    /// The GPU failed.
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] minnow_kernels::cuda::CudaError),
     /// The reference backend's tensor library refused.
     #[error("the tensor library refused: {0}")]
     Candle(#[from] candle_core::Error),
@@ -335,6 +364,13 @@ impl Logits {
     pub fn new(vocab: usize, values: Vec<f32>) -> Self {
         assert!(values.len().is_multiple_of(vocab), "logits are whole rows");
         Self { vocab, values }
+    }
+
+    /// Adds whole rows.
+    #[cfg(feature = "cuda")]
+    fn append(&mut self, values: Vec<f32>) {
+        assert!(values.len().is_multiple_of(self.vocab), "logits are whole rows");
+        if self.values.is_empty() { self.values = values } else { self.values.extend(values) }
     }
 
     /// Rows.

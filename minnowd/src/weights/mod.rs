@@ -260,7 +260,8 @@ impl Stored {
 }
 
 impl VerifyPayload {
-    fn applies_to(self, checkpoint: &Checkpoint) -> bool {
+    /// Whether the payloads of this checkpoint are compared.
+    pub(crate) fn applies_to(self, checkpoint: &Checkpoint) -> bool {
         match self {
             Self::Always => true,
             Self::Never => false,

@@ -100,7 +100,7 @@ struct Report {
 pub fn run(source: &ModelSource, subject: &Subject, measure: Measure) -> anyhow::Result<ExitCode> {
     let started = Instant::now();
     let opened = Opened::new(source)?;
-    let config = &opened.weights.config;
+    let config = opened.config();
     let (command, blocks, sequences) = match subject {
         Subject::Forward { prefix, batches, .. } => {
             ("forward", prefix / BLOCK, batches.iter().copied().max().unwrap_or(1))
@@ -116,7 +116,7 @@ pub fn run(source: &ModelSource, subject: &Subject, measure: Measure) -> anyhow:
         bail!("{pages} pages of keys and values are needed, but memory allows {}", backend.page_count());
     }
     let ceilings = backend.ceilings();
-    let mut bench = Bench { weights: &opened.weights, backend: &mut *backend, measure, ceilings, rows: Vec::new() };
+    let mut bench = Bench { weights: opened.weights()?, backend: &mut *backend, measure, ceilings, rows: Vec::new() };
     match subject {
         Subject::Forward { prefix, batches, need } => forward::measure(&mut bench, prefix / BLOCK, batches, *need)?,
         Subject::Prefill { tokens, chunk } => prefill::measure(&mut bench, tokens, *chunk)?,
