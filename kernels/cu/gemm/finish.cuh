@@ -51,62 +51,91 @@ struct Best {
 };
 constexpr int BEST = 4, BEST_WIDTH = 256;
 
+/// BF16 bits as a number that orders as their values do: the zeros are equal, NaN is minus infinity.
+__device__ __forceinline__ uint32_t rank_of(uint32_t bits) {
+    bits = bits == 0x8000u ? 0u : bits;
+    bits = (bits & 0x7fffu) > 0x7f80u ? 0xff80u : bits;
+    return bits & 0x8000u ? ~bits & 0xffffu : bits | 0x8000u;
+}
+__device__ __forceinline__ float value_of(uint32_t rank) {
+    return __uint_as_float((rank & 0x8000u ? rank & 0x7fffu : ~rank & 0xffffu) << 16);
+}
+
 /// The best four of each token's `width` logits, best first, the lower id first among equals, NaN as minus infinity,
-/// and the sum of exp(logit - best logit). One warp a token, by the first `THREADS` threads.
+/// and the sum of exp(logit - best logit). One warp a token, several tokens at a time; by the first `THREADS` threads.
 template <int THREADS>
 __device__ __forceinline__ void store_best(const OutTile<BEST_WIDTH> &tile, Best best, int first_row, int count,
                                            int vocabulary_tile, int tiles, int width) {
+    constexpr int WARPS = THREADS / 32, AT_ONCE = 4;
     const int lane = threadIdx.x % 32;
-    for (int t = threadIdx.x / 32; t < count; t += THREADS / 32) {
-        uint4 eight = *reinterpret_cast<const uint4 *>(tile.values + t * OutTile<BEST_WIDTH>::PITCH + lane * 8);
-        const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
-        float logit[8];
-        uint32_t key[8];
+    for (int first = threadIdx.x / 32; first < count; first += WARPS * AT_ONCE) {
+        uint32_t words[AT_ONCE][4], key[AT_ONCE][8], winner[AT_ONCE][BEST];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            uint32_t bits = i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xffffu;
-            logit[i] = __uint_as_float(bits << 16);
-            uint32_t rank = bits == 0x8000u ? 0u : bits;
-            rank = (rank & 0x7fffu) > 0x7f80u ? 0xff80u : rank;
-            rank = rank & 0x8000u ? ~rank & 0xffffu : rank | 0x8000u;
-            const int id = lane * 8 + i;
-            key[i] = id < width ? rank << 16 | (0xffffu - id) : 0;
-        }
-        const size_t place = size_t(first_row + t) * tiles + vocabulary_tile;
-        float top = 0.0f;
-#pragma unroll
-        for (int rank = 0; rank < BEST; ++rank) {
-            uint32_t mine = 0;
+        for (int u = 0; u < AT_ONCE; ++u) {
+            const int t = min(first + u * WARPS, count - 1);
+            const uint4 eight = *reinterpret_cast<const uint4 *>(tile.values + t * OutTile<BEST_WIDTH>::PITCH + lane * 8);
+            words[u][0] = eight.x, words[u][1] = eight.y, words[u][2] = eight.z, words[u][3] = eight.w;
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
-                mine = max(mine, key[i]);
-            }
-            const uint32_t winner = __reduce_max_sync(0xffffffffu, mine);
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                key[i] = key[i] == winner ? 0 : key[i];
-            }
-            const int id = 0xffff - (winner & 0xffffu);
-            const bf16 stored = tile.values[t * OutTile<BEST_WIDTH>::PITCH + id % BEST_WIDTH];
-            const float value = winner && !__hisnan(stored) ? __bfloat162float(stored) : -INFINITY;
-            top = rank == 0 ? value : top;
-            if (lane == 0) {
-                best.tokens[place * BEST + rank] = winner ? vocabulary_tile * BEST_WIDTH + id : 0xffffffffu;
-                best.logits[place * BEST + rank] = value;
+                const uint32_t bits = i % 2 ? words[u][i / 2] >> 16 : words[u][i / 2] & 0xffffu;
+                const int id = lane * 8 + i;
+                key[u][i] = id < width ? rank_of(bits) << 16 | (0xffffu - id) : 0;
             }
         }
-        float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const bool counts = lane * 8 + i < width && logit[i] != -INFINITY;
-            sum += counts ? __expf(logit[i] - top) : 0.0f;
+        for (int place = 0; place < BEST; ++place) {
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; ++u) {
+                uint32_t mine = 0;
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    mine = max(mine, key[u][i]);
+                }
+                winner[u][place] = __reduce_max_sync(0xffffffffu, mine);
+            }
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; ++u) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    key[u][i] = key[u][i] == winner[u][place] ? 0 : key[u][i];
+                }
+            }
+        }
+        float sum[AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) {
+            const float top = value_of(winner[u][0] >> 16);
+            sum[u] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const float logit = __uint_as_float(i % 2 ? words[u][i / 2] & 0xffff0000u : words[u][i / 2] << 16);
+                const bool counts = lane * 8 + i < width && logit != -INFINITY;
+                sum[u] += counts ? __expf(logit - top) : 0.0f;
+            }
         }
 #pragma unroll
         for (int distance = 16; distance > 0; distance /= 2) {
-            sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; ++u) {
+                sum[u] += __shfl_xor_sync(0xffffffffu, sum[u], distance);
+            }
         }
-        if (lane == 0) {
-            best.sums[place] = sum;
+#pragma unroll
+        for (int u = 0; u < AT_ONCE; ++u) {
+            const int t = first + u * WARPS;
+            const size_t at = size_t(first_row + t) * tiles + vocabulary_tile;
+            if (t < count && lane < BEST) {
+                const uint32_t of_lane = lane == 0   ? winner[u][0]
+                                         : lane == 1 ? winner[u][1]
+                                         : lane == 2 ? winner[u][2]
+                                                     : winner[u][3];
+                const uint32_t id = vocabulary_tile * BEST_WIDTH + 0xffffu - (of_lane & 0xffffu);
+                best.tokens[at * BEST + lane] = of_lane ? id : 0xffffffffu;
+                best.logits[at * BEST + lane] = of_lane ? value_of(of_lane >> 16) : -INFINITY;
+            }
+            if (t < count && lane == BEST) {
+                best.sums[at] = sum[u];
+            }
         }
     }
 }

@@ -1,10 +1,12 @@
 // linear_<tile>_<what>: out[t, n] = sum over k of x[t, k] * w[n, k], by mma.sync, for few rows or GPUs without wgmma.
 // x: [rows, k] bf16.   w: [n, k] bf16 as strips (common/strips.cuh).   k: a multiple of 128.   Rows 16-byte aligned.
-// what: `bf16`    out: [rows, n] bf16, n a multiple of 8
-//       `f32`     out: [rows, pitch] f32
-//       `gated`   w: gate and up interleaved by eight rows; out: [rows, pitch] bf16, bf16(bf16(silu(gate)) * up), n / 2
+// what: `bf16`    out: [rows, pitch] bf16, of which n, a multiple of 8, are written
+//       `f32`     out: [rows, pitch] f32, of which n are written
+//       `gated`   w: gate and up interleaved by eight rows; out: [rows, pitch] bf16, of which n / 2 are written:
+//                 bf16(bf16(silu(gate)) * up)
 //       `best`    the best tokens of each row and tile of 256 weight rows: finish.cuh
-// Grid: x over the tokens, y over the weight rows, so that blocks of the same weights run together.  Block, shared: `Tile`.  See tile.cuh for the order of sums.
+// Grid: x over the tokens, y over the weight rows, so that blocks of the same weights run together.  Block, shared: `Tile`.
+// See warp_tile.cuh for the order of sums.
 // Bound by memory with few rows (each weight is read once for 32 or 64 tokens), by the tensor cores with many.
 // Oracle: kernels/src/oracle/{linear,swiglu,candidates}.rs
 #include "finish.cuh"

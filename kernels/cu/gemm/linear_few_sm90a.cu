@@ -1,6 +1,8 @@
 // linear_few_<what>_<tile>: the products of linear.cu for few rows, for Hopper; the same bits.
 // Arguments, layouts and what: linear.cu. tile: weight rows x tokens of a block.
-// Grid: x over the tokens, y over the weight rows, so that blocks of the same weights run together.  Block: `BulkTile`, 160 to 384 threads.  Shared: `BulkTile`.
+// k: a multiple of the tile's DEPTH, below.
+// Grid: x over the tokens, y over the weight rows, so that blocks of the same weights run together.
+// Block: 192 to 384 threads.  Shared: `BulkTile`.
 // Bound by memory: each weight is read once for 32 tokens, by bulk copies that begin before their tokens are there.
 // Oracle: kernels/src/oracle/{linear,swiglu}.rs
 #include "finish.cuh"

@@ -1,6 +1,7 @@
 // linear_wide_<what>_<tile>: the products of linear.cu for many rows, by wgmma; the same bits.
 // Arguments, layouts and what: linear.cu. tile: weight rows x tokens of a block.
-// Grid: x over the tokens, y over the weight rows, so that blocks of the same weights run together.  Block: 384 threads.  Shared: `WideTile`, up to 201 KiB.
+// Grid: x over the tokens, y over the weight rows, so that blocks of the same weights run together.
+// Block: 384 threads.  Shared: `WideTile`, up to 201 KiB.
 // Bound by the tensor cores; see wide_tile.cuh.   Oracle: kernels/src/oracle/{linear,swiglu,candidates}.rs
 #include "finish.cuh"
 #include "wide_tile.cuh"
@@ -49,7 +50,8 @@ __device__ __forceinline__ void linear(void *out, Best best, const bf16 *x, cons
     for (int m = 0; m < T::MS; ++m) {
 #pragma unroll
         for (int i = 0; i < T::N / 8; ++i) {
-            const float sum[4] = {tile.sum[m][4 * i], tile.sum[m][4 * i + 1], tile.sum[m][4 * i + 2], tile.sum[m][4 * i + 3]};
+            const float(&all)[T::N / 2] = tile.sum[m];
+            const float sum[4] = {all[4 * i], all[4 * i + 1], all[4 * i + 2], all[4 * i + 3]};
             if constexpr (WHAT == GATED) {
                 values.put_gated(sum, T::row_of(m) / 2 + g, t + i * 8);
             } else {
@@ -63,7 +65,8 @@ __device__ __forceinline__ void linear(void *out, Best best, const bf16 *x, cons
         store_best<T::WORKERS>(values, best, first, count, blockIdx.y, gridDim.y, min(n - strip * 16, WIDTH));
     } else {
         const int columns = WHAT == GATED ? n / 2 : n, column = blockIdx.y * WIDTH;
-        values.template store<T::WORKERS>(static_cast<bf16 *>(out) + column, pitch, count, columns - column, [&](int token) { return first + token; });
+        values.template store<T::WORKERS>(static_cast<bf16 *>(out) + column, pitch, count, columns - column,
+                                          [&](int token) { return first + token; });
     }
 }
 
@@ -75,7 +78,7 @@ using Tile256x64 = WideTile<Bf16, 2, 64, 64, 5>;
 }  // namespace
 
 #define LINEAR(NAME, TILE, WHAT)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(384, 1)                                                                  \
+    extern "C" __global__ void __launch_bounds__(384, 1)                                                               \
         NAME(void *out, const bf16 *x, const uint8_t *w, int rows, int n, int k, int pitch) {                          \
         linear<TILE, WHAT>(out, Best{}, x, w, rows, n, k, pitch);                                                      \
     }
@@ -88,7 +91,7 @@ LINEAR(linear_wide_gated_128x128, Tile128x128, GATED)
 LINEAR(linear_wide_gated_128x64, Tile128x64, GATED)
 
 #define BEST_OF(NAME, TILE)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(384, 1)                                                                  \
+    extern "C" __global__ void __launch_bounds__(384, 1)                                                               \
         NAME(uint32_t *tokens, float *logits, float *sums, const bf16 *x, const uint8_t *w, int rows, int n, int k) {  \
         linear<TILE, BEST_TOKENS>(nullptr, Best{tokens, logits, sums}, x, w, rows, n, k, 0);                           \
     }

@@ -20,6 +20,8 @@ pub(super) struct TileKernel {
     pub(super) tokens: usize,
     pub(super) threads: u32,
     pub(super) shared_bytes: u32,
+    /// Columns of a stage, of which the weights must have a multiple.
+    columns: usize,
     /// What 64 columns of a block take, in nanoseconds on an H200: only for comparison with other tiles.
     cost: usize,
 }
@@ -35,11 +37,11 @@ impl TileKernel {
     ) -> Result<Self, CudaError> {
         let kernel = device.kernel(module, name)?;
         kernel.allow_shared(shared_bytes)?;
-        Ok(Self { kernel, rows, tokens, threads, shared_bytes, cost: 0 })
+        Ok(Self { kernel, rows, tokens, threads, shared_bytes, columns: 128, cost: 0 })
     }
 
-    fn costing(self, cost: usize) -> Self {
-        Self { cost, ..self }
+    fn with(self, columns: usize, cost: usize) -> Self {
+        Self { columns, cost, ..self }
     }
 
     /// Blocks for `n` weight rows of `rows` rows of activations.
@@ -96,7 +98,7 @@ impl Linear {
         let tiles = tiles.into_iter().filter(|(tile, ..)| wanted.contains(tile));
         let load = |(tile, shape, threads, shared, cost)| {
             let kernel = TileKernel::load(device, "linear", &format!("linear_{tile}_{what}"), shape, threads, shared)?;
-            Ok(kernel.costing(cost))
+            Ok(kernel.with(128, cost))
         };
         tiles.map(load).collect()
     }
@@ -123,7 +125,7 @@ impl Linear {
                 let shared = stages * (rows * columns * 2 + tokens * (columns * 2 + 16) + 16);
                 let name = format!("linear_few_{what}_{rows}x{tokens}");
                 let kernel = TileKernel::load(device, "linear_few_sm90a", &name, shape, threads, shared as u32)?;
-                kernels.push(kernel.costing(cost));
+                kernels.push(kernel.with(columns, cost));
             }
         }
         for (shape @ [rows, tokens], stages, cost) in wide {
@@ -131,7 +133,7 @@ impl Linear {
                 let shared = stages * ((rows + tokens) * 128 + 16);
                 let name = format!("linear_wide_{what}_{rows}x{tokens}");
                 let kernel = TileKernel::load(device, "linear_wide_sm90a", &name, shape, 384, shared as u32)?;
-                kernels.push(kernel.costing(cost));
+                kernels.push(kernel.with(64, cost));
             }
         }
         Ok(kernels)
@@ -148,9 +150,10 @@ impl Linear {
     }
 
     /// The kernel whose tiles suit the size best. All give the same bits.
-    fn choose<'a>(&self, kernels: &'a [TileKernel], n: usize, rows: usize) -> &'a TileKernel {
-        let cost = |kernel: &&TileKernel| kernel.cost(n, rows, self.multiprocessors);
-        kernels.iter().min_by_key(cost).expect("kernels for each kind of result")
+    fn choose<'a>(&self, kernels: &'a [TileKernel], weights: &Strips, rows: usize) -> &'a TileKernel {
+        let fits = |kernel: &&TileKernel| weights.cols.is_multiple_of(kernel.columns);
+        let cost = |kernel: &&TileKernel| kernel.cost(weights.rows, rows, self.multiprocessors);
+        kernels.iter().filter(fits).min_by_key(cost).expect("a kernel for widths that are multiples of 128")
     }
 
     /// `out[t, n] = sum over k of x[t, k] w[n, k]`, rounded. `x: [rows, K]`, `out: [rows, N]`.
@@ -182,7 +185,7 @@ impl Linear {
         pitch: usize,
     ) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
-        unsafe { self.product(self.choose(&self.bf16, weights.rows, rows), out, x, weights, rows, pitch) }
+        unsafe { self.product(self.choose(&self.bf16, weights, rows), out, x, weights, rows, pitch) }
     }
 
     /// As [`bf16`](Self::bf16), not rounded.
@@ -197,7 +200,7 @@ impl Linear {
         rows: usize,
     ) -> Result<(), CudaError> {
         // SAFETY: the caller's promise.
-        unsafe { self.product(self.choose(&self.f32, weights.rows, rows), out, x, weights, rows, weights.rows) }
+        unsafe { self.product(self.choose(&self.f32, weights, rows), out, x, weights, rows, weights.rows) }
     }
 
     /// `act = silu(gate x) * (up x)`: both products, SiLU and the result are rounded. `weights` is the pair of gate and
@@ -212,7 +215,7 @@ impl Linear {
         weights: &Strips,
         rows: usize,
     ) -> Result<(), CudaError> {
-        let with = self.choose(&self.gated, weights.rows, rows);
+        let with = self.choose(&self.gated, weights, rows);
         // SAFETY: the caller's promise.
         unsafe { self.product(with, act, x, weights, rows, weights.rows / 2) }
     }
@@ -256,7 +259,7 @@ impl Linear {
         weights: &Strips,
         rows: usize,
     ) -> Result<(), CudaError> {
-        let with = self.choose(&self.best, weights.rows, rows);
+        let with = self.choose(&self.best, weights, rows);
         let numbers = [rows as i32, weights.rows as i32, weights.cols as i32];
         let shape = LaunchShape::new(with.grid(weights.rows, rows), with.threads).shared(with.shared_bytes);
         // SAFETY: the parameters of the source; the kernel waits; the rest is the caller's promise.
