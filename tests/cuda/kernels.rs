@@ -17,21 +17,21 @@ use crate::device;
 /// Half the distance from one to the next BF16: the relative error of one rounding.
 const ROUNDING: f32 = 1.0 / 256.0;
 
-fn in_bf16(values: &[f32]) -> Vec<bf16> {
+pub(super) fn in_bf16(values: &[f32]) -> Vec<bf16> {
     values.iter().map(|&value| bf16::from_f32(value)).collect()
 }
 
-fn widened(values: &[bf16]) -> Vec<f32> {
+pub(super) fn widened(values: &[bf16]) -> Vec<f32> {
     values.iter().map(|value| value.to_f32()).collect()
 }
 
 /// What BF16 leaves of the values.
-fn rounded(values: &[f32]) -> Vec<f32> {
+pub(super) fn rounded(values: &[f32]) -> Vec<f32> {
     widened(&in_bf16(values))
 }
 
 /// A buffer in which every byte is set, so that what a kernel leaves out is seen: BF16 and f32 are NaN, indices huge.
-fn poisoned<T: Plain>(device: &Device, len: usize) -> Buffer<T> {
+pub(super) fn poisoned<T: Plain>(device: &Device, len: usize) -> Buffer<T> {
     let mut buffer = device.allocate(len).expect("device memory");
     buffer.fill_bytes(0xff).expect("a filled buffer");
     buffer

@@ -1,6 +1,7 @@
 //! The CUDA kernels and backend on a GPU; where there is none, each test says that it was skipped.
 
 mod kernels;
+mod matrices;
 mod model;
 
 use minnow_kernels::cuda::{Device, device_count};
