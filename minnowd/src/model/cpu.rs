@@ -184,7 +184,9 @@ impl Pass<'_> {
         let only_pages = !probe.is_active() && parts.iter().all(|part| part.segment.need == Need::Nothing);
         let mut h = vec![0.0; x.len()];
         let mut y = vec![0.0; x.len()];
-        let mut qkv = vec![0.0; x.len() / config.hidden_size * config.qkv_rows()];
+        let rows = x.len() / config.hidden_size;
+        let mut qkv = vec![0.0; rows * config.qkv_rows()];
+        let mut mixed = vec![0.0; rows * config.num_attention_heads * config.head_dim];
         for (index, layer) in weights.layers.iter().enumerate() {
             if index == 0 {
                 cpu::rms_norm(self.isa, &mut h, &x, &layer.input_norm, config.rms_norm_eps);
@@ -198,7 +200,7 @@ impl Pass<'_> {
                 y.fill(0.0);
                 break;
             }
-            self.attention(&mut y, &qkv, layer, index, &parts, pages);
+            self.attention(&mut y, &mut mixed, &qkv, layer, index, &parts, pages);
             cpu::add_and_norm(self.isa, &mut h, &mut x, &y, &layer.post_norm, config.rms_norm_eps);
             self.record(probe, &parts, Some(index), Point::Attention, &x);
 
@@ -298,10 +300,13 @@ impl Pass<'_> {
         }
     }
 
-    /// Attention of every segment over its own pages, projected into `out: [rows, hidden]`.
+    /// Attention of every segment over its own pages, into `mixed: [rows, heads * head_dim]`, projected into
+    /// `out: [rows, hidden]`.
+    #[expect(clippy::too_many_arguments, reason = "one step of a forward, called in one place")]
     fn attention(
         &self,
         out: &mut [f32],
+        mixed: &mut [f32],
         qkv: &[f32],
         layer: &Layer,
         index: usize,
@@ -310,8 +315,7 @@ impl Pass<'_> {
     ) {
         let (heads, stride) = (heads(self.config), self.config.qkv_rows());
         let width = heads.query * heads.dim;
-        let mut mixed = vec![0.0; qkv.len() / stride * width];
-        let mut rest = &mut mixed[..];
+        let mut rest = &mut *mixed;
         let mut tasks = Vec::with_capacity(parts.len());
         for part in parts {
             let (of_part, others) = rest.split_at_mut(part.rows.len() * width);
@@ -328,7 +332,7 @@ impl Pass<'_> {
             let q = &qkv[part.rows.start * stride..part.rows.end * stride];
             cpu::attend(self.isa, mixed, q, stride, &seen, index, heads);
         });
-        cpu::linear(self.isa, out, &mixed, &layer.dense.view());
+        cpu::linear(self.isa, out, mixed, &layer.dense.view());
     }
 
     /// Routed and shared experts of `h: [rows, hidden]`, into `out: [rows, hidden]`.

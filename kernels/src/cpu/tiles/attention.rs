@@ -8,6 +8,7 @@
 use minnow_common::BLOCK;
 use rayon::prelude::*;
 
+use super::reuse::with_kept;
 use super::{Avx512Bf16, EDGE, Engine, Job, Line, Order, STEP, Tile, Weights, Work, on_engine};
 use crate::cpu::Isa;
 use crate::cpu::columns::{ColumnBlock, column_blocks};
@@ -131,7 +132,7 @@ impl Work for Attend<'_> {
                 parts.into_iter().enumerate().map(move |(part, out)| (block, part * together, out))
             })
             .collect();
-        tasks.into_par_iter().with_max_len(1).for_each_init(Scratch::default, |scratch, (block, first_head, out)| {
+        tasks.into_par_iter().with_max_len(1).for_each(|(block, first_head, out)| {
             let group = Group {
                 q: &q[block * BLOCK * q_stride..][..BLOCK * q_stride],
                 q_stride,
@@ -141,7 +142,7 @@ impl Work for Attend<'_> {
                 layers: &layers[..=earlier_pages + block],
                 heads,
             };
-            group.run(engine, out, scratch);
+            with_kept!(Scratch, |scratch| group.run(engine, out, scratch));
         });
     }
 }

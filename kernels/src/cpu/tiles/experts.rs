@@ -4,6 +4,7 @@ use rayon::prelude::*;
 
 use super::panels::{Narrowed, PanelsView};
 use super::product::{Scratch, products, tiles_of};
+use super::reuse::{Lines, with_kept};
 use super::{Activations, BLOCK_FEATURES, EDGE, Engine, Line, Order, Plan, STEP, Tile, Work, on_engine};
 use crate::cpu::Isa;
 use crate::cpu::columns::column_blocks;
@@ -61,6 +62,12 @@ struct GateScratch {
     products: Scratch,
 }
 
+#[derive(Default)]
+struct DownScratch {
+    sums: Vec<Tile>,
+    products: Scratch,
+}
+
 impl Work for Experts<'_> {
     type Output = ();
 
@@ -88,7 +95,7 @@ impl Work for Experts<'_> {
             })
             .collect();
         let lines = pieces.iter().map(|(_, rows, _)| PanelsView::lines_of(rows.len(), gated_steps)).sum();
-        let mut gated = vec![Line::ZERO; lines];
+        let mut gated = Lines::new(lines);
         let mut scales = vec![[0.0; EDGE]; lines / (gated_steps * EDGE) * gated_groups];
         let (mut rest, mut rest_of_scales) = (&mut gated[..], &mut scales[..]);
         let mut tasks = Vec::with_capacity(pieces.len());
@@ -99,9 +106,11 @@ impl Work for Experts<'_> {
             rest_of_scales = others;
             tasks.push(GateTask { expert, rows, out: of_piece, scales });
         }
-        tasks.into_par_iter().with_max_len(1).for_each_init(GateScratch::default, |scratch, task| {
+        tasks.into_par_iter().with_max_len(1).for_each(|task| {
             let session = engine.begin();
-            task.run(engine, &session, &narrowed, &down_columns, activations, scratch);
+            with_kept!(GateScratch, |scratch| {
+                task.run(engine, &session, &narrowed, &down_columns, activations, scratch);
+            });
         });
 
         let (mut rest, mut rest_of_scales) = (&gated[..], &scales[..]);
@@ -114,33 +123,36 @@ impl Work for Experts<'_> {
             shares.push(Share { expert, rows, slots, gated: of_piece, scales });
         }
         let blocks = column_blocks(out, hidden, BLOCK_FEATURES);
-        let scratch = || (Vec::new(), Scratch::default());
-        blocks.into_par_iter().enumerate().for_each_init(scratch, |(sums, scratch), (block, mut columns)| {
+        blocks.into_par_iter().enumerate().for_each(|(block, columns)| {
             let session = engine.begin();
             let first = block * BLOCK_FEATURES;
-            for share in &shares {
-                let w = &share.expert.down;
-                let tiles = tiles_of(w, first);
-                let rows = share.rows.len();
-                let panels = PanelsView { lines: share.gated, steps: gated_steps, rows, scales: share.scales };
-                sums.resize(panels.count() * tiles, Tile::ZERO);
-                products(engine, &session, sums, w, first, panels, scratch);
-                for (index, tile) in sums.iter_mut().enumerate() {
-                    if activations == Activations::Int8 {
-                        engine.vectors().round(tile);
-                    }
-                    let (panel, tile_of_block) = (index / tiles, index % tiles);
-                    let by_row = engine.vectors().transposed(tile);
-                    for (row, values) in by_row.0.iter().enumerate().take(panels.rows_of(panel)) {
-                        let place = panel * EDGE + row;
-                        let out = columns.row_mut(share.rows[place] as usize);
-                        let out = &mut out[tile_of_block * EDGE..];
-                        let width = out.len().min(EDGE);
-                        let weight = weights[share.slots[place] as usize];
-                        engine.vectors().add_weighted(&mut out[..width], weight, values);
+            let add = |DownScratch { sums, products: scratch }: &mut DownScratch| {
+                let mut columns = columns;
+                for share in &shares {
+                    let w = &share.expert.down;
+                    let tiles = tiles_of(w, first);
+                    let rows = share.rows.len();
+                    let panels = PanelsView { lines: share.gated, steps: gated_steps, rows, scales: share.scales };
+                    sums.resize(panels.count() * tiles, Tile::ZERO);
+                    products(engine, &session, sums, w, first, panels, scratch);
+                    for (index, tile) in sums.iter_mut().enumerate() {
+                        if activations == Activations::Int8 {
+                            engine.vectors().round(tile);
+                        }
+                        let (panel, tile_of_block) = (index / tiles, index % tiles);
+                        let by_row = engine.vectors().transposed(tile);
+                        for (row, values) in by_row.0.iter().enumerate().take(panels.rows_of(panel)) {
+                            let place = panel * EDGE + row;
+                            let out = columns.row_mut(share.rows[place] as usize);
+                            let out = &mut out[tile_of_block * EDGE..];
+                            let width = out.len().min(EDGE);
+                            let weight = weights[share.slots[place] as usize];
+                            engine.vectors().add_weighted(&mut out[..width], weight, values);
+                        }
                     }
                 }
-            }
+            };
+            with_kept!(DownScratch, add);
         });
     }
 }

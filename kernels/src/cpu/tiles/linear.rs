@@ -4,6 +4,7 @@ use rayon::prelude::*;
 
 use super::panels::{Narrowed, Panels, PanelsView};
 use super::product::{Scratch, products, tiles_of};
+use super::reuse::with_kept;
 use super::{BLOCK_FEATURES, EDGE, Engine, Plan, Tile, Work, on_engine};
 use crate::cpu::Isa;
 use crate::cpu::columns::{ColumnBlock, column_blocks};
@@ -31,9 +32,12 @@ impl Work for Linear<'_> {
         let narrowed = Narrowed::new(engine.vectors(), x, w.cols(), Plan::of(w).order());
         let panels = Panels::all(engine.vectors(), &narrowed);
         let blocks = column_blocks(out, w.rows(), BLOCK_FEATURES);
-        blocks.into_par_iter().enumerate().for_each_init(LinearScratch::default, |scratch, (block, mut columns)| {
+        let view = panels.view();
+        blocks.into_par_iter().enumerate().for_each(|(block, mut columns)| {
             let session = engine.begin();
-            block_rows(engine, &session, &mut columns, w, block * BLOCK_FEATURES, panels.view(), scratch);
+            with_kept!(LinearScratch, |scratch| {
+                block_rows(engine, &session, &mut columns, w, block * BLOCK_FEATURES, view, scratch);
+            });
         });
     }
 }
@@ -107,12 +111,13 @@ impl HeadInput {
 
             fn run<E: Engine>(self, engine: E) {
                 let session = engine.begin();
-                let mut scratch = LinearScratch::default();
-                for (block, mut columns) in column_blocks(self.out, self.tokens, BLOCK_FEATURES).into_iter().enumerate()
-                {
-                    let first = self.first_token + block * BLOCK_FEATURES;
-                    block_rows(engine, &session, &mut columns, self.head, first, self.x, &mut scratch);
-                }
+                let blocks = column_blocks(self.out, self.tokens, BLOCK_FEATURES);
+                with_kept!(LinearScratch, |scratch| {
+                    for (block, mut columns) in blocks.into_iter().enumerate() {
+                        let first = self.first_token + block * BLOCK_FEATURES;
+                        block_rows(engine, &session, &mut columns, self.head, first, self.x, scratch);
+                    }
+                });
             }
         }
         on_engine(self.isa, Piece { out, tokens, head, first_token, x: self.panels.view() });

@@ -19,6 +19,7 @@ mod experts;
 mod linear;
 mod panels;
 mod product;
+mod reuse;
 
 use minnow_common::{Encoding, FloatType};
 

@@ -3,12 +3,13 @@
 use rayon::prelude::*;
 
 use super::avx512::Avx512Bf16;
+use super::reuse::Lines;
 use super::{EDGE, Line, Order, STEP};
 
 /// Rounded rows, each as lines in some order.
 pub(super) struct Narrowed {
     /// `[rows][steps]`
-    lines: Vec<Line>,
+    lines: Lines,
     steps: usize,
     /// Of rows that were quantized to eight bits, `[rows][groups]`; else empty.
     scales: Vec<f32>,
@@ -18,7 +19,7 @@ impl Narrowed {
     /// Rounds `x: [rows, width]`.
     pub(super) fn new(vectors: Avx512Bf16, x: &[f32], width: usize, order: Order) -> Self {
         let steps = width.div_ceil(STEP);
-        let mut lines = vec![Line::ZERO; x.len() / width * steps];
+        let mut lines = Lines::new(x.len() / width * steps);
         let rows = lines.par_chunks_mut(steps).zip(x.par_chunks_exact(width)).with_min_len(ROWS_A_TASK);
         rows.for_each(|(lines, row)| vectors.narrow(row, order, lines));
         Self { lines, steps, scales: Vec::new() }
@@ -27,7 +28,7 @@ impl Narrowed {
     /// Quantizes `x: [rows, width]` to eight bits, in whole groups.
     pub(super) fn quantized(vectors: Avx512Bf16, x: &[f32], width: usize, order: Order) -> Self {
         let (steps, groups) = (width / STEP, width / Order::SPAN);
-        let mut lines = vec![Line::ZERO; x.len() / width * steps];
+        let mut lines = Lines::new(x.len() / width * steps);
         let mut scales = vec![0.0; x.len() / width * groups];
         let rows = lines.par_chunks_mut(steps).zip(scales.par_chunks_mut(groups)).zip(x.par_chunks_exact(width));
         rows.with_min_len(ROWS_A_TASK).for_each(|((lines, scales), row)| vectors.quantize(row, order, lines, scales));
@@ -64,7 +65,7 @@ const ROWS_A_TASK: usize = 16;
 
 /// Rows in panels of sixteen: `[panels][steps][16 pairs]`, see [`Avx512Bf16::pack`]; the last may not be full.
 pub(super) struct Panels {
-    lines: Vec<Line>,
+    lines: Lines,
     steps: usize,
     rows: usize,
 }
@@ -73,7 +74,7 @@ impl Panels {
     /// All rows, in order.
     pub(super) fn all(vectors: Avx512Bf16, x: &Narrowed) -> Self {
         let steps = x.steps();
-        let mut lines = vec![Line::ZERO; x.rows().div_ceil(EDGE) * steps * EDGE];
+        let mut lines = Lines::new(x.rows().div_ceil(EDGE) * steps * EDGE);
         lines.par_chunks_mut(steps * EDGE).enumerate().for_each(|(panel, lines)| {
             let rows = panel * EDGE..x.rows().min((panel + 1) * EDGE);
             let rows: Vec<&[Line]> = rows.map(|row| x.row(row)).collect();

@@ -96,9 +96,11 @@ impl Block<'_> {
     fn groups<E: Engine>(&self, vectors: Avx512Bf16, session: &E::Session, sums: &mut [Tile], scratch: &mut Scratch) {
         let (w, step_lines) = (self.w, self.tiles * EDGE);
         let groups = w.cols() / Order::SPAN;
-        // A matrix of an odd number of strips leaves half a tile: those lines stay zero.
-        scratch.lines.clear();
         scratch.lines.resize(GROUP_STEPS * step_lines, Line::ZERO);
+        if !self.features.is_multiple_of(EDGE) {
+            // An odd number of strips leaves half a tile: those lines stay zero.
+            scratch.lines.fill(Line::ZERO);
+        }
         scratch.tiles.resize(2 * self.tiles, Tile::ZERO);
         sums.fill(Tile::ZERO);
         let strip_bytes = w.data().len() / (w.rows() / STRIP);
@@ -179,8 +181,10 @@ impl Block<'_> {
     fn lines(&self, vectors: Avx512Bf16, plan: Plan, scratch: &mut Scratch) {
         let (w, cols, steps) = (self.w, self.w.cols(), self.x.steps);
         let Scratch { lines, decoded, .. } = scratch;
-        lines.clear();
         lines.resize(steps * self.tiles * EDGE, Line::ZERO);
+        if !self.features.is_multiple_of(EDGE) || !cols.is_multiple_of(STEP) {
+            lines.fill(Line::ZERO);
+        }
         let step_lines = self.tiles * EDGE;
         if plan == Plan::Bf16 {
             for feature in 0..self.features {
