@@ -1,10 +1,13 @@
-//! Cases from the field (`C..` of the list of field cases): what users of other converters have met, as facts about this
-//! one. Cases that another file covers say so there.
+//! Cases from the field: what users of other converters have met, as facts about this one. `docs/field-cases.md` says
+//! which test has which case; some are in other files.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use minnow_formats::digest::Digest;
+use minnow_formats::io::{self, IoBackend};
+use minnow_formats::mnw::{self, HEADER_BYTES, Region};
 use minnow_tests::program::{self, stderr};
 use minnow_tests::{checkpoint, golden};
 use serde_json::Value;
@@ -219,19 +222,56 @@ fn an_expert_of_zeros_and_a_group_of_zeros_stay_exact_zeros() {
     }
 }
 
+/// Overwrites the scales of a tensor with zeros and makes every digest fit again, as a faulty writer would.
+fn zero_scales(file: &str, name: &str) {
+    let opened = io::open(Path::new(file), IoBackend::Buffered).expect("a file");
+    let container = mnw::open(opened).expect("a container");
+    let (mut header, scales) = (container.header, container.manifest.tensors[name].scales.expect("scales"));
+    let mut bytes = std::fs::read(file).expect("a file");
+    let zeros = &mut bytes[scales.offset.0 as usize..scales.end() as usize];
+    zeros.fill(0);
+    let fitting = Digest::of(zeros);
+    let start = header.manifest_offset.0 as usize;
+    let mut manifest = container.manifest;
+    manifest.tensors.get_mut(name).expect("a tensor").scales = Some(Region { digest: fitting, ..scales });
+    let encoded = manifest.encode();
+    bytes[start..].copy_from_slice(&encoded);
+    header.manifest_digest = Digest::of(&encoded);
+    bytes[..HEADER_BYTES].copy_from_slice(&header.encode());
+    std::fs::write(file, bytes).expect("a writable file");
+}
+
 /// C18
 #[test]
-fn an_expert_whose_scales_are_zero_is_flagged_even_if_its_digest_fits() {
+fn zeroed_scales_are_told_even_if_every_digest_fits() {
     let scratch = Scratch::new();
-    // A block scale of zero is allowed in NVFP4, so only the values can tell: such a file is made from zeros.
     let source = t16(&scratch);
     let name = "model.layers.2.mlp.experts.9.down_proj.weight";
-    edit_tensor(&source.join("model.safetensors"), name, |bytes| bytes.fill(0));
-    let file = scratch.text("a.mnw");
-    done(&["convert", text(&source), &file, "--experts", "nvfp4"]);
-    let report = done_json(&["inspect", &file, "--stats", "--json"]);
-    assert!(report["suspicious"].to_string().contains(name), "{}", report["suspicious"]);
-    // One that stands out by its size is flagged too.
+    for experts in &ENCODINGS[1..] {
+        let file = scratch.text(experts);
+        done(&["convert", text(&source), &file, "--experts", experts]);
+        let sound = done_json(&["inspect", &file, "--stats", "--json"])["suspicious"].to_string();
+        assert_eq!(sound, "[]", "{experts}");
+        zero_scales(&file, name);
+        if *experts == "nvfp4" {
+            // The format allows a block scale of zero, so only the values can tell.
+            done(&["validate", &file, "--level", "strict"]);
+            let report = done_json(&["inspect", &file, "--stats", "--json"]);
+            assert!(report["suspicious"].to_string().contains(name), "{}", report["suspicious"]);
+        } else {
+            refused(&["validate", &file], 1, &[name, "scale-value"]);
+            let output = program::minnowd(&["generate", "--model", &file, "hello"]);
+            assert!(output.status.code() == Some(1) && stderr(&output).contains(name), "{}", stderr(&output));
+        }
+    }
+}
+
+/// C18
+#[test]
+fn an_expert_far_larger_than_the_others_is_flagged() {
+    let scratch = Scratch::new();
+    let source = t16(&scratch);
+    let name = "model.layers.2.mlp.experts.9.down_proj.weight";
     edit_tensor(&source.join("model.safetensors"), name, |bytes| {
         // 8.0 in BF16; the others are below 0.2.
         bytes.as_chunks_mut::<2>().0.fill([0x00, 0x41]);
@@ -385,7 +425,7 @@ fn converting_twice_gives_the_same_bytes() {
     }
 }
 
-/// C34; how much memory a hostile header can claim is tested in `tests/format/allocation.rs`.
+/// C34
 #[test]
 fn hostile_files_are_refused_within_a_second() {
     let scratch = Scratch::new();

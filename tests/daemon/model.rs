@@ -66,6 +66,53 @@ fn layer_of(name: &str) -> usize {
     }
 }
 
+/// C20
+#[test]
+fn the_routed_scaling_factor_is_applied_exactly_once() {
+    let logits = |factor: f64, are_experts_doubled: bool| {
+        let folder = tempfile::tempdir().unwrap();
+        checkpoint::write("t16", 1, folder.path());
+        let path = folder.path().join("config.json");
+        let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        config["routed_scaling_factor"] = factor.into();
+        std::fs::write(&path, config.to_string()).unwrap();
+        if are_experts_doubled {
+            let path = folder.path().join("model.safetensors");
+            let bytes = std::fs::read(&path).unwrap();
+            let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+            let doubled: Vec<_> = file
+                .tensors()
+                .into_iter()
+                .map(|(name, tensor)| {
+                    let mut data = tensor.data().to_vec();
+                    if name.contains(".mlp.experts.") && name.contains(".down_proj.") {
+                        for value in data.as_chunks_mut::<2>().0 {
+                            let twice = half::bf16::from_le_bytes(*value).to_f32() * 2.0;
+                            *value = half::bf16::from_f32(twice).to_le_bytes();
+                        }
+                    }
+                    (name, tensor.dtype(), tensor.shape().to_vec(), data)
+                })
+                .collect();
+            let all = doubled.iter().map(|(name, dtype, shape, data)| {
+                (name, safetensors::tensor::TensorView::new(*dtype, shape.clone(), data).unwrap())
+            });
+            std::fs::write(&path, safetensors::serialize(all, None).unwrap()).unwrap();
+        }
+        let checkpoint = Checkpoint::open(folder.path(), IoBackend::Auto).unwrap();
+        let weights = Weights::load(&checkpoint, LoadOptions::default()).unwrap();
+        let tokens = some_tokens(2, 20);
+        backends(&weights, 4).iter_mut().map(|backend| in_chunks(&mut **backend, &tokens, &[2])).collect::<Vec<_>>()
+    };
+    let (twice, doubled, once) = (logits(2.0, false), logits(1.0, true), logits(1.0, false));
+    for ((twice, doubled), once) in twice.iter().zip(&doubled).zip(&once) {
+        // Doubling is exact, wherever in the sum it happens.
+        assert_bits(twice, doubled, "factor 2 against doubled experts");
+        assert!(twice != once);
+    }
+}
+
+/// C20
 #[test]
 fn forwards_match_the_golden_ones() {
     for preset in PRESETS {

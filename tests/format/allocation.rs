@@ -65,6 +65,7 @@ pub(crate) fn peak_bytes<T>(work: impl FnOnce() -> T) -> (T, usize) {
     (result, (PEAK.get() - before) as usize)
 }
 
+/// C34
 #[test]
 fn a_manifest_one_byte_too_long_is_refused_without_allocating() {
     let mut file = tempfile::NamedTempFile::new().unwrap();

@@ -1,15 +1,22 @@
 //! File access: every backend gives the same bytes, and says what is wrong with a file that it cannot read.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use minnow_common::FileOffset;
 use minnow_common::random::mix64;
 use minnow_formats::io::{
-    self, AlignedBuffer, IoBackend, IoError, ReadAt, ReadCompletion, ReadQueue, ReadRequest, SyncQueue, ThreadQueue,
+    self, AlignedBuffer, Disk, IoBackend, IoError, ReadAt, ReadCompletion, ReadQueue, ReadRequest, SyncQueue,
+    ThreadQueue,
 };
+use minnow_formats::mnw::{self, Level};
+
+use crate::synthetic;
 
 /// Lengths around blocks, pages and the size of a bounce buffer.
 const FILE_BYTES: [usize; 6] = [0, 1, 511, 4096, 70_001, (9 << 20) + 13];
@@ -329,4 +336,37 @@ fn backend_names_round_trip() {
         assert_eq!(backend.to_string().parse(), Ok(backend));
     }
     assert!("Direct".parse::<IoBackend>().is_err());
+}
+
+/// A disk that answers each read after a while, and counts how many wait at once.
+#[derive(Debug, Default)]
+struct SlowDisk {
+    waiting: AtomicUsize,
+    waiting_max: AtomicUsize,
+}
+
+impl Disk for SlowDisk {
+    fn read_at(&self, file: &fs::File, out: &mut [u8], offset: u64) -> std::io::Result<usize> {
+        let waiting = self.waiting.fetch_add(1, Ordering::SeqCst) + 1;
+        self.waiting_max.fetch_max(waiting, Ordering::SeqCst);
+        std::thread::sleep(Duration::from_millis(2));
+        self.waiting.fetch_sub(1, Ordering::SeqCst);
+        file.read_at(out, offset)
+    }
+}
+
+/// C27: how near to the disk's own rate that comes is measured in `docs/measurements/io.md`.
+#[test]
+fn reads_overlap_so_that_the_disks_latency_does_not_bound_the_rate() {
+    let folder = tempfile::tempdir().unwrap();
+    let target = folder.path().join("a.mnw");
+    synthetic::write(&target);
+    for (workers, at_once) in [(1, 4), (4, 8)] {
+        let slow = Arc::new(SlowDisk::default());
+        let disk: Arc<dyn Disk> = slow.clone();
+        let opened = io::open_on(&disk, &target, IoBackend::Buffered).unwrap();
+        assert!(mnw::validate_all(&opened, Level::Validate, workers, &|_| ()).is_valid());
+        let waiting_max = slow.waiting_max.load(Ordering::SeqCst);
+        assert!(waiting_max >= at_once, "{workers} workers had {waiting_max} reads in flight");
+    }
 }
