@@ -203,6 +203,12 @@ impl Checkpoint {
             MnwError::Io(error) => OpenError::Io(error),
             error => OpenError::Mnw { file: file.label().to_owned(), error },
         })?;
+        Ok(Self { path_id, ..Self::from_container(container) })
+    }
+
+    /// The checkpoint in an open container.
+    #[must_use]
+    pub fn from_container(container: Container) -> Self {
         let span = |region: &mnw::Region| Span { offset: region.offset, bytes: region.bytes };
         let stored = |tensor: &mnw::Tensor| StoredTensor {
             spec: tensor.spec.clone(),
@@ -215,17 +221,17 @@ impl Checkpoint {
             }),
         };
         let manifest = &container.manifest;
-        Ok(Self {
+        Self {
             config: container.config.clone(),
             assets: manifest.assets.clone(),
             dropped_assets: Vec::new(),
             tensors: manifest.tensors.iter().map(|(name, tensor)| (name.clone(), stored(tensor))).collect(),
             model_id: manifest.model_id.clone(),
-            path_id,
-            files: vec![file],
+            path_id: last_component(Path::new(container.file.label())),
+            files: vec![Arc::clone(&container.file)],
             warnings: Vec::new(),
             source: Source::Mnw(Box::new(container)),
-        })
+        }
     }
 
     fn from_folder(disk: &Arc<dyn Disk>, folder: &Path, opened: Folder, path_id: String) -> Result<Self, OpenError> {

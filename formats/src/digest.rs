@@ -37,7 +37,17 @@ pub fn sha256(file: &Arc<dyn ReadAt>, progress: &dyn Fn(u64)) -> Result<String, 
             read?;
         }
     }
-    Ok(hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect())
+    Ok(hex(&hasher.finalize()))
+}
+
+/// The SHA-256 of bytes in memory, 64 lower-case digits.
+#[must_use]
+pub fn sha256_of(bytes: &[u8]) -> String {
+    hex(&Sha256::digest(bytes))
+}
+
+fn hex(digest: &[u8]) -> String {
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// A BLAKE3-256 digest. Shown as 64 lower-case hexadecimal digits.

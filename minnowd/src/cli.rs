@@ -7,13 +7,15 @@ use std::time::Duration;
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use minnow_common::BLOCK;
+use minnow_formats::hub::{Address, AddressError, Settings};
 use minnow_formats::io::IoBackend;
 use minnow_kernels::cpu::Isa;
 
 use crate::commands;
 use crate::commands::bench::{Measure, Subject};
 use crate::config::{
-    DecodingDefaults, Device, KeptPrefixes, ListenAddress, ModelSource, ServeConfig, UsageError, VerifyPayload,
+    DecodingDefaults, Device, KeptPrefixes, ListenAddress, ModelSource, RemoteModel, ServeConfig, UsageError,
+    VerifyPayload,
 };
 use crate::decoder::{Algorithm, Preset};
 use crate::engine::QueueLimits;
@@ -44,7 +46,8 @@ enum Command {
 /// Which model, on what.
 #[derive(Debug, Args)]
 struct ModelArgs {
-    /// A .mnw file, a safetensors folder or a safetensors file; without it, the embedded demo model is used
+    /// A .mnw file, a safetensors folder or file, or hf:OWNER/NAME/FILE.mnw, which is fetched from Hugging Face into its
+    /// cache first; without it, the embedded demo model is used
     #[arg(long, value_name = "PATH", env = "MINNOWD_MODEL")]
     model: Option<PathBuf>,
     /// What computes: auto (a GPU if there is one), cpu, cuda, cuda:N or reference
@@ -532,8 +535,19 @@ impl ModelArgs {
         if self.threads == Some(0) {
             return Err(UsageError("--threads must be at least 1, not 0".to_owned()));
         }
+        // What HF_* say is looked up only where a hub is asked for.
+        let remote = match self.model.as_ref().and_then(|path| path.to_str()) {
+            Some(text) if text.starts_with(Address::PREFIX) => {
+                let address = text.parse().map_err(|error: AddressError| UsageError(format!("--model: {error}")))?;
+                let settings = Settings::from_environment(|name| std::env::var_os(name), None)
+                    .map_err(|error| UsageError(error.to_string()))?;
+                Some(RemoteModel { address, settings })
+            }
+            _ => None,
+        };
         Ok(ModelSource {
-            path: self.model,
+            path: self.model.filter(|_| remote.is_none()),
+            remote,
             device: self.device,
             io: self.io,
             threads: self.threads,

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use minnow_formats::hub::{Address, Settings};
 use minnow_formats::io::IoBackend;
 use minnow_kernels::cpu::Isa;
 use thiserror::Error;
@@ -18,11 +19,22 @@ use crate::engine::QueueLimits;
 #[error("{0}")]
 pub struct UsageError(pub String);
 
+/// A model at a hub, and how the hub is reached.
+#[derive(Clone, Debug)]
+pub struct RemoteModel {
+    /// The file.
+    pub address: Address,
+    /// Which hub, as whom, and the cache.
+    pub settings: Settings,
+}
+
 /// Which checkpoint, and what computes with it.
 #[derive(Clone, Debug)]
 pub struct ModelSource {
     /// A `.mnw` file, a safetensors folder or file; `None` is the embedded demo model.
     pub path: Option<PathBuf>,
+    /// A `.mnw` file at a hub instead; it is fetched into the cache of Hugging Face's tools first.
+    pub remote: Option<RemoteModel>,
     /// What computes.
     pub device: Device,
     /// How the checkpoint is read.

@@ -10,6 +10,7 @@ pub mod config;
 pub mod decoder;
 pub mod demo;
 pub mod engine;
+mod fetch;
 pub mod grammar;
 pub mod http;
 pub mod model;

@@ -16,6 +16,7 @@ use crate::decoder::{Algorithm, Options};
 use crate::demo;
 use crate::engine::QueueLimits;
 use crate::engine::runner::{Limits, Runner};
+use crate::fetch;
 use crate::grammar::Grammars;
 use crate::model::cpu::Cpu;
 #[cfg(feature = "cuda")]
@@ -120,7 +121,8 @@ pub struct Opened {
 impl Opened {
     /// Opens the checkpoint, or the embedded one.
     pub fn new(source: &ModelSource) -> anyhow::Result<Self> {
-        let (checkpoint, name) = match &source.path {
+        let fetched = source.remote.as_ref().map(fetch::fetch).transpose()?;
+        let (checkpoint, name) = match fetched.as_ref().or(source.path.as_ref()) {
             Some(path) => {
                 let checkpoint = Checkpoint::open(path, source.io)?;
                 let name = if checkpoint.model_id().is_empty() {

@@ -1,7 +1,7 @@
 //! The command line: turns what was typed into what is meant. Nothing outside this file knows `clap`.
 //!
-//! The words are a contract (`docs/architecture.md`, command lines). What a later version will offer is recognised here
-//! and refused with what to use instead, so that a script learns it from one line.
+//! The words are a contract (`docs/architecture.md`, command lines). The environment is read here and nowhere else:
+//! `HF_*` say which hub is meant, and as whom.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -9,11 +9,13 @@ use std::path::PathBuf;
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use minnow_common::Encoding;
+use minnow_formats::hub::{Address, CONNECTIONS_MAX, RepoPath, Repository, Revision, Settings};
 use minnow_formats::io::IoBackend;
 use minnow_formats::mnw::Level;
 use minnow_kernels::codec::Quality;
 
-use crate::commands::{compare, convert, extract, inspect, synth, validate};
+use crate::commands::remote::Access;
+use crate::commands::{compare, convert, extract, inspect, publish, pull, push, repair, synth, validate};
 use crate::pipeline::budget;
 use crate::plan::Choice;
 use crate::synthetic::Preset;
@@ -33,6 +35,16 @@ pub(crate) enum Command {
     Extract(extract::Options),
     /// Writes a `.mnw` file with random weights.
     Synth(synth::Options),
+    /// Makes a folder that is ready to be pushed.
+    Publish(publish::Options),
+    /// Lists what is wrong with such a folder.
+    CheckPublished(publish::CheckOptions),
+    /// Sends a folder to a hub.
+    Push(push::Options),
+    /// Fetches files from a hub.
+    Pull(pull::Options),
+    /// Makes a damaged file whole from a hub.
+    Repair(repair::Options),
 }
 
 /// Why there is no command to run.
@@ -56,7 +68,10 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Com
     match typed.command {
         TypedCommand::Convert(typed) => typed.meant().map(Command::Convert),
         TypedCommand::Inspect(typed) => Ok(Command::Inspect(inspect::Options {
-            path: typed.path,
+            place: match typed.path.to_str().filter(|text| text.starts_with(Address::PREFIX)) {
+                Some(text) => inspect::Place::Hub(text.parse().map_err(usage)?, typed.access.meant()?),
+                None => inspect::Place::Local(typed.path),
+            },
             tensors: typed.tensors,
             stats: typed.stats,
             workers: budget::worker_count(typed.workers),
@@ -83,6 +98,7 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Com
         TypedCommand::Extract(typed) => Ok(Command::Extract(extract::Options {
             file: typed.file,
             folder: typed.folder,
+            prefix: String::new(),
             float: typed.dtype.into(),
             shard_bytes_max: typed.shard_mib << 20,
             workers: budget::worker_count(typed.workers),
@@ -90,14 +106,15 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Com
             progress: !typed.no_progress,
         })),
         TypedCommand::Synth(typed) => typed.meant().map(Command::Synth),
-        TypedCommand::Publish(_) => later("the command publish", "the Hugging Face client hf upload"),
-        TypedCommand::Push(_) => later("the command push", "the Hugging Face client hf upload"),
-        TypedCommand::Pull(_) => later("the command pull", "the Hugging Face client hf download"),
+        TypedCommand::Publish(typed) => typed.meant(),
+        TypedCommand::Push(typed) => typed.meant().map(Command::Push),
+        TypedCommand::Pull(typed) => typed.meant().map(Command::Pull),
+        TypedCommand::Repair(typed) => typed.meant().map(Command::Repair),
     }
 }
 
-fn later<T>(what: &str, instead: &str) -> Result<T, Refused> {
-    Err(Refused::Usage(format!("{what} is not available in this version; use {instead}")))
+fn usage(error: impl std::fmt::Display) -> Refused {
+    Refused::Usage(error.to_string())
 }
 
 /// The message of a `clap` error without its headline word, usage and advice, on one line.
@@ -130,19 +147,271 @@ enum TypedCommand {
     Extract(TypedExtract),
     /// Write a .mnw file with random weights of realistic scale
     Synth(TypedSynth),
-    #[command(hide = true)]
-    Publish(Anything),
-    #[command(hide = true)]
-    Push(Anything),
-    #[command(hide = true)]
-    Pull(Anything),
+    /// Make a folder of .mnw files that is ready to be pushed: card, checksums, provenance; or check one
+    Publish(TypedPublish),
+    /// Send the files of a folder to a Hugging Face repository, in one commit
+    Push(TypedPush),
+    /// Fetch a file, or all files, of a Hugging Face repository
+    Pull(TypedPull),
+    /// Make a damaged .mnw file whole, fetching only what is damaged
+    Repair(TypedRepair),
 }
 
-/// The arguments of a command that does not exist yet.
+/// How a hub is reached: shared by all commands that do. HF_ENDPOINT says which one, HF_TOKEN as whom.
 #[derive(Debug, Args)]
-struct Anything {
-    #[arg(trailing_var_arg = true, allow_hyphen_values = true, hide = true)]
-    _arguments: Vec<OsString>,
+struct TypedAccess {
+    /// File with the token; default: HF_TOKEN, or the file that hf auth login writes
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// Tries of a request without any progress, with growing pauses
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100), default_value = "6")]
+    tries: u32,
+    /// Connections at a time, at most 16
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=CONNECTIONS_MAX as u64), default_value = "8")]
+    connections: u64,
+}
+
+impl TypedAccess {
+    fn meant(self) -> Result<Access, Refused> {
+        let settings = Settings::from_environment(|name| std::env::var_os(name), self.token_file.as_deref());
+        Ok(Access { settings: settings.map_err(usage)?, tries: self.tries, connections: self.connections as usize })
+    }
+}
+
+#[derive(Debug, Args)]
+struct TypedPublish {
+    /// The .mnw files
+    #[arg(value_name = "FILE", required_unless_present = "check")]
+    files: Vec<PathBuf>,
+    /// The folder to make; may exist if it is empty
+    #[arg(long, value_name = "DIR", required_unless_present = "check")]
+    to: Option<PathBuf>,
+    /// List what is wrong with an existing folder instead
+    #[arg(long, value_name = "DIR", conflicts_with_all = ["files", "to", "source", "template", "exam"])]
+    check: Option<PathBuf>,
+    /// The checkpoint that the files were made from: its digests, licence, and how far the files are from it
+    #[arg(long, value_name = "PATH")]
+    source: Option<PathBuf>,
+    /// The repository that the model comes from; known if --source lies in the Hugging Face cache
+    #[arg(long, value_name = "OWNER/NAME")]
+    base_model: Option<Repository>,
+    /// Its commit; known if --source lies in the Hugging Face cache
+    #[arg(long, value_name = "COMMIT")]
+    base_revision: Option<Revision>,
+    /// The model's licence as Hugging Face writes it, such as apache-2.0; default: what the card of --source says
+    #[arg(long, value_name = "ID", value_parser = license_id)]
+    license: Option<String>,
+    /// Where the folder will be pushed to, for the commands in the card
+    #[arg(long, value_name = "OWNER/NAME")]
+    repo: Option<Repository>,
+    /// The card's title; default: the repository's name
+    #[arg(long, value_name = "TEXT")]
+    title: Option<String>,
+    /// What minnowd eval --json said of a file: NAME.mnw=RESULT.json; may be given several times
+    #[arg(long, value_name = "NAME=FILE", value_parser = exam)]
+    exam: Vec<(String, PathBuf)>,
+    /// A minijinja template for the card
+    #[arg(long, value_name = "FILE")]
+    template: Option<PathBuf>,
+    /// Threads that read, at most 64; 0 for one per CPU, at most 8
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
+    workers: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Show no progress bar
+    #[arg(long)]
+    no_progress: bool,
+}
+
+fn license_id(typed: &str) -> Result<String, String> {
+    let is_id = !typed.is_empty() && typed.bytes().all(|byte| byte.is_ascii_alphanumeric() || b".-+".contains(&byte));
+    if is_id { Ok(typed.to_lowercase()) } else { Err("expected an id such as apache-2.0".to_owned()) }
+}
+
+fn exam(typed: &str) -> Result<(String, PathBuf), String> {
+    match typed.split_once('=') {
+        Some((name, path)) if !name.is_empty() && !path.is_empty() => Ok((name.to_owned(), PathBuf::from(path))),
+        _ => Err("expected NAME.mnw=RESULT.json".to_owned()),
+    }
+}
+
+impl TypedPublish {
+    fn meant(self) -> Result<Command, Refused> {
+        let (workers, progress) = (budget::worker_count(self.workers), !self.no_progress);
+        match (self.check, self.to) {
+            (Some(folder), _) => {
+                Ok(Command::CheckPublished(publish::CheckOptions { folder, workers, json: self.json, progress }))
+            }
+            (None, Some(folder)) => Ok(Command::Publish(publish::Options {
+                files: self.files,
+                folder,
+                source: self.source,
+                base: self.base_model,
+                base_revision: self.base_revision,
+                license: self.license,
+                repository: self.repo,
+                title: self.title,
+                exams: self.exam,
+                template: self.template,
+                workers,
+                json: self.json,
+                progress,
+            })),
+            (None, None) => Err(Refused::Usage("publish needs --to DIR".to_owned())),
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+struct TypedPush {
+    /// The folder; hidden files in it are left out
+    #[arg(value_name = "DIR")]
+    folder: PathBuf,
+    /// The repository, OWNER/NAME
+    #[arg(value_name = "REPO")]
+    repository: Repository,
+    /// The branch
+    #[arg(long, value_name = "BRANCH", default_value = "main")]
+    revision: Revision,
+    /// First line of the commit's message
+    #[arg(long, value_name = "TEXT", default_value = "Upload with mnwtool")]
+    message: String,
+    /// Make the repository if there is none
+    #[arg(long, value_name = "WHO", value_enum)]
+    create: Option<TypedSight>,
+    /// Replace files that the repository has with other bytes
+    #[arg(long)]
+    replace: bool,
+    /// Make every check and say what would be sent, but send nothing
+    #[arg(long)]
+    dry_run: bool,
+    #[command(flatten)]
+    access: TypedAccess,
+    /// Threads that validate, at most 64; 0 for one per CPU, at most 8
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
+    workers: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Show no progress bar
+    #[arg(long)]
+    no_progress: bool,
+}
+
+/// Who sees a repository.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum TypedSight {
+    Private,
+    Public,
+}
+
+impl TypedPush {
+    fn meant(self) -> Result<push::Options, Refused> {
+        Ok(push::Options {
+            access: self.access.meant()?,
+            folder: self.folder,
+            repository: self.repository,
+            revision: self.revision,
+            message: self.message,
+            create: self.create.map(|sight| sight == TypedSight::Private),
+            replace: self.replace,
+            dry_run: self.dry_run,
+            workers: budget::worker_count(self.workers),
+            json: self.json,
+            progress: !self.no_progress,
+        })
+    }
+}
+
+#[derive(Debug, Args)]
+struct TypedPull {
+    /// The repository, OWNER/NAME
+    #[arg(value_name = "REPO")]
+    repository: Repository,
+    /// The file; without it, all of them
+    #[arg(value_name = "FILE")]
+    path: Option<RepoPath>,
+    /// Branch, tag or commit
+    #[arg(long, value_name = "REVISION", default_value = "main")]
+    revision: Revision,
+    /// The folder to fetch into; default: this one for a file, one named after the repository for all
+    #[arg(long, value_name = "DIR")]
+    to: Option<PathBuf>,
+    /// Fetch only the tensors whose names start so, and write them as a safetensors folder
+    #[arg(long, value_name = "PREFIX", requires = "path", conflicts_with = "force")]
+    tensors: Option<String>,
+    /// What quantized tensors become with --tensors
+    #[arg(long, value_name = "TYPE", value_enum, default_value = "bf16", requires = "tensors")]
+    dtype: TypedFloat,
+    #[command(flatten)]
+    access: TypedAccess,
+    /// Threads that validate or decode, at most 64; 0 for one per CPU, at most 8
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
+    workers: u64,
+    /// Replace files that are there with other bytes
+    #[arg(long)]
+    force: bool,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Show no progress bar
+    #[arg(long)]
+    no_progress: bool,
+}
+
+impl TypedPull {
+    fn meant(self) -> Result<pull::Options, Refused> {
+        Ok(pull::Options {
+            access: self.access.meant()?,
+            repository: self.repository,
+            revision: self.revision,
+            path: self.path,
+            folder: self.to,
+            tensors: self.tensors.map(|prefix| (prefix, self.dtype.into())),
+            workers: budget::worker_count(self.workers),
+            force: self.force,
+            json: self.json,
+            progress: !self.no_progress,
+        })
+    }
+}
+
+#[derive(Debug, Args)]
+struct TypedRepair {
+    /// The damaged .mnw file
+    file: PathBuf,
+    /// The sound one, hf:OWNER/NAME/FILE or hf:OWNER/NAME@REVISION/FILE
+    #[arg(long, value_name = "ADDRESS")]
+    from: Address,
+    /// Only list what is damaged
+    #[arg(long)]
+    dry_run: bool,
+    #[command(flatten)]
+    access: TypedAccess,
+    /// Threads that look for damage, at most 64; 0 for one per CPU, at most 8
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
+    workers: u64,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Show no progress bar
+    #[arg(long)]
+    no_progress: bool,
+}
+
+impl TypedRepair {
+    fn meant(self) -> Result<repair::Options, Refused> {
+        Ok(repair::Options {
+            access: self.access.meant()?,
+            file: self.file,
+            from: self.from,
+            dry_run: self.dry_run,
+            workers: budget::worker_count(self.workers),
+            json: self.json,
+            progress: !self.no_progress,
+        })
+    }
 }
 
 /// What experts become, and how: shared by convert and synth.
@@ -285,8 +554,10 @@ impl TypedConvert {
 
 #[derive(Debug, Args)]
 struct TypedInspect {
-    /// A .mnw file, a safetensors file or a folder
+    /// A .mnw file, a safetensors file or a folder; or a .mnw file at a hub, hf:OWNER/NAME/FILE
     path: PathBuf,
+    #[command(flatten)]
+    access: TypedAccess,
     /// List every tensor
     #[arg(long)]
     tensors: bool,
@@ -490,7 +761,12 @@ mod tests {
             ("convert a b --quality best", &["--quality", "best", "search"]),
             ("convert a", &["OUTPUT"]),
             ("compare a --json", &["FILE"]),
-            ("push --to x", &["push", "not available"]),
+            ("push x", &["REPO"]),
+            ("push x y", &["y", "OWNER/NAME"]),
+            ("pull a/b ../c", &["../c"]),
+            ("pull a/b --tensors model", &["FILE"]),
+            ("repair a --from b", &["b", "hf:OWNER/NAME"]),
+            ("inspect hf:a/b", &["hf:a/b", "hf:OWNER/NAME/FILE"]),
             ("synth a --preset huge", &["huge", "--preset"]),
             ("synth a --preset tiny --layers 9", &["--layers 9", "tiny"]),
             ("validate a --level paranoid", &["paranoid", "--level"]),

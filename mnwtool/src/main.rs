@@ -29,6 +29,11 @@ fn main() -> ExitCode {
         Ok(Command::Compare(options)) => commands::compare::run(&options),
         Ok(Command::Extract(options)) => commands::extract::run(&options),
         Ok(Command::Synth(options)) => commands::synth::run(&options),
+        Ok(Command::Publish(options)) => commands::publish::run(&options),
+        Ok(Command::CheckPublished(options)) => commands::publish::run_check(&options),
+        Ok(Command::Push(options)) => commands::push::run(&options),
+        Ok(Command::Pull(options)) => commands::pull::run(&options),
+        Ok(Command::Repair(options)) => commands::repair::run(&options),
         Err(Refused::Shown(text)) => terminal::print(&text),
         Err(Refused::Usage(message)) => Err(Failure::Usage(message)),
     };

@@ -31,6 +31,16 @@ impl Progress {
         self.0.inc(bytes);
     }
 
+    /// `bytes` that were done must be done again.
+    pub(crate) fn take_back(&self, bytes: u64) {
+        self.0.set_position(self.0.position().saturating_sub(bytes));
+    }
+
+    /// Does `work`, which writes to the terminal, with the bar out of the way.
+    pub(crate) fn aside(&self, work: impl FnOnce()) {
+        self.0.suspend(work);
+    }
+
     /// `bytes` were done before: they count, but not as fast.
     pub(crate) fn start_at(&self, bytes: u64) {
         self.0.set_position(bytes);

@@ -4,4 +4,6 @@ mod minnowd;
 mod mnwtool;
 mod mnwtool_compare;
 mod mnwtool_field;
+mod mnwtool_hub;
+mod mnwtool_publish;
 mod mnwtool_refusals;

@@ -3,4 +3,5 @@
 pub mod checkpoint;
 pub mod convert;
 pub mod golden;
+pub mod hub;
 pub mod program;

@@ -109,9 +109,11 @@ fn crates_depend_downwards_only() {
 /// Packages that have one home (`docs/architecture.md`): a second one is a design question, not a line to slip in.
 #[test]
 fn packages_stay_at_home() {
-    let homes: [(&str, &[&str]); 14] = [
+    let homes: [(&str, &[&str]); 16] = [
         ("safetensors::", &["formats/src/safetensors", "mnwtool/src/commands/extract.rs"]),
         ("memmap2::", &["formats/src/io"]),
+        ("ureq::", &["formats/src/hub"]),
+        ("saphyr::", &["mnwtool/src/commands/publish"]),
         ("io_uring::", &["formats/src/io"]),
         ("cudarc::", &["kernels/src/cuda"]),
         ("crossbeam_channel::", &["mnwtool/src/pipeline"]),
@@ -119,7 +121,7 @@ fn packages_stay_at_home() {
         ("clap::", &["mnwtool/src/cli.rs", "mnwtool/src/main.rs", "minnowd/src/cli.rs"]),
         ("candle_core::", &["minnowd/src/model"]),
         ("tokenizers::", &["minnowd/src/text"]),
-        ("minijinja::", &["minnowd/src/text"]),
+        ("minijinja::", &["minnowd/src/text", "mnwtool/src/commands/publish"]),
         ("minijinja_contrib::", &["minnowd/src/text"]),
         ("axum::", &["minnowd/src/http"]),
         ("tracing_subscriber::", &["minnowd/src/cli.rs"]),
@@ -186,5 +188,84 @@ fn documents_that_code_refers_to_exist() {
                 assert!(repository().join(word).exists(), "{path} refers to {word}, which is not there");
             }
         }
+    }
+}
+
+/// The converter cases of the list of field cases; the numbers that are not here are not in it either.
+const CONVERTER_CASES: [u32; 31] = [
+    1, 2, 4, 5, 6, 7, 8, 10, 11, 12, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24, 25, 27, 28, 29, 30, 31, 32, 33, 34, 35,
+];
+
+#[test]
+fn every_field_case_has_the_test_that_its_row_names() {
+    let text = std::fs::read_to_string(repository().join("docs/field-cases.md")).expect("docs/field-cases.md");
+    let mut cases = Vec::new();
+    for row in text.lines().filter(|line| line.starts_with("| ") && line.contains('`')) {
+        let case = row.split('|').nth(1).unwrap_or_default().trim();
+        let [_, file, _, test, _] = row.split('`').collect::<Vec<_>>()[..] else { panic!("{row}") };
+        let source = std::fs::read_to_string(repository().join(file)).unwrap_or_else(|error| panic!("{file}: {error}"));
+        assert!(source.contains(&format!("fn {test}(")), "{case}: {file} has no test {test}");
+        cases.push(case.to_owned());
+    }
+    for number in CONVERTER_CASES {
+        assert!(cases.contains(&format!("C{number:02}")), "docs/field-cases.md has no row for C{number:02}");
+    }
+}
+
+/// Every package that the lock file names, as cargo describes it.
+fn packages() -> Vec<serde_json::Value> {
+    let mut metadata = std::process::Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    metadata.current_dir(repository()).args(["metadata", "--format-version", "1", "--locked", "--offline"]);
+    let output = metadata.output().expect("cargo runs");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    json["packages"].as_array().expect("a list").clone()
+}
+
+/// The strings of `allow = [...]` in `.ci/deny.toml`.
+fn allowed_licenses() -> Vec<String> {
+    let text = std::fs::read_to_string(repository().join(".ci/deny.toml")).expect(".ci/deny.toml");
+    let list = text.split("allow = [").nth(1).and_then(|rest| rest.split(']').next()).expect("a list");
+    let lines = list.lines().map(str::trim).filter(|line| line.starts_with('"'));
+    lines.map(|line| line.trim_matches(|c| c == '"' || c == ',').to_owned()).collect()
+}
+
+/// Whether an SPDX expression can be met by what is allowed. `AND` binds more strongly than `OR`; parentheses do not nest.
+fn is_met(expression: &str, allowed: &[String]) -> bool {
+    let expression = expression.replace('/', " OR ");
+    if let Some((inner, rest)) = expression.strip_prefix('(').and_then(|text| text.split_once(") AND ")) {
+        return is_met(inner, allowed) && is_met(rest, allowed);
+    }
+    let is_allowed = |id: &str| allowed.iter().any(|known| known == id.trim());
+    expression.split(" OR ").any(|choice| choice.split(" AND ").all(is_allowed))
+}
+
+#[test]
+fn every_package_comes_from_crates_io_with_a_licence_that_we_accept() {
+    let allowed = allowed_licenses();
+    assert!(allowed.iter().any(|id| id == "MIT"), "{allowed:?}");
+    for package in packages() {
+        let (name, source) = (&package["name"], package["source"].as_str());
+        assert!(
+            source.is_none_or(|source| source.contains("github.com/rust-lang/crates.io-index")),
+            "{name}: {source:?}"
+        );
+        let license = package["license"].as_str().unwrap_or_default();
+        assert!(is_met(license, &allowed), "{name} has licence {license:?}, which .ci/deny.toml does not allow");
+        for banned in ["openssl-sys", "native-tls", "aws-lc-sys"] {
+            assert_ne!(name, banned);
+        }
+    }
+    let both = ["MIT".to_owned(), "ISC".to_owned()];
+    for (expression, expected) in [
+        ("MIT AND ISC", true),
+        ("MIT AND GPL-3.0", false),
+        ("GPL-3.0 OR ISC", true),
+        ("(GPL-3.0 OR MIT) AND ISC", true),
+        ("(GPL-3.0 OR MIT) AND GPL-3.0", false),
+        ("GPL-3.0/MIT", true),
+        ("", false),
+    ] {
+        assert_eq!(is_met(expression, &both), expected, "{expression}");
     }
 }

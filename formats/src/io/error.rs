@@ -6,6 +6,8 @@ use std::io;
 use minnow_common::FileOffset;
 use thiserror::Error;
 
+use crate::hub::HubError;
+
 /// Why a file could not be opened or read. Every message starts with the path, where there is one.
 #[derive(Debug, Error)]
 pub enum IoError {
@@ -104,6 +106,18 @@ pub enum IoError {
         bytes: u64,
         /// The system's answer.
         error: io::Error,
+    },
+    /// A file at a hub could not be read.
+    #[error("{path}: {bytes} bytes at {offset} cannot be fetched: {error}")]
+    Hub {
+        /// The file.
+        path: String,
+        /// Where the read starts.
+        offset: FileOffset,
+        /// How much was to be read.
+        bytes: u64,
+        /// What the hub, or the way to it, says.
+        error: Box<HubError>,
     },
     /// A buffer in a [`super::ReadRequest`] is too small for its read.
     #[error("{path}: a buffer of {capacity} bytes cannot take the {bytes} bytes at {offset}")]

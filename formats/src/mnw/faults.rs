@@ -72,6 +72,11 @@ impl Faults {
         self.found.into_iter().next().map(|fault| fault.error)
     }
 
+    /// The regions that they are about.
+    pub(super) fn into_places(self) -> impl Iterator<Item = (String, RegionPart)> {
+        self.found.into_iter().filter_map(|fault| Some((fault.tensor?, fault.region?)))
+    }
+
     pub(super) fn into_problems(self) -> Vec<Problem> {
         self.found.into_iter().map(Fault::into_problem).collect()
     }

@@ -25,5 +25,7 @@ pub use manifest::{Manifest, Region, Tensor};
 pub use msgpack::MsgpackError;
 pub use publish::leftovers;
 pub use scales::{BadScale, check_scales};
-pub use validate::{Container, Findings, Level, Report, UnknownLevel, open, validate, validate_all};
+pub use validate::{
+    Container, Damage, Findings, Level, Report, UnknownLevel, damage, open, open_verified, validate, validate_all,
+};
 pub use write::{Plan, WriteError, WriteOptions, Writer, Written};

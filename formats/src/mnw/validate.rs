@@ -99,12 +99,93 @@ impl Findings {
 /// once its length is known to agree with the file.
 pub fn open(file: Arc<dyn ReadAt>) -> Result<Container, MnwError> {
     let (header, bytes) = read_head(&*file)?;
+    parsed(file, header, &bytes)
+}
+
+/// [`open`], and the manifest's digest: for a file that came over a network.
+pub fn open_verified(file: Arc<dyn ReadAt>) -> Result<Container, MnwError> {
+    let (header, bytes) = read_head(&*file)?;
+    let (expected, found) = (header.manifest_digest, Digest::of(&bytes));
+    if found != expected {
+        return Err(MnwError::ManifestDigest { expected, found });
+    }
+    parsed(file, header, &bytes)
+}
+
+/// The container of which this is the manifest.
+fn parsed(file: Arc<dyn ReadAt>, header: Header, manifest: &[u8]) -> Result<Container, MnwError> {
     let mut faults = Faults::up_to(1);
-    let parsed = Manifest::parse(&bytes, header.manifest_offset, &mut faults);
+    let parsed = Manifest::parse(manifest, header.manifest_offset, &mut faults);
     match (faults.into_first(), parsed) {
         (None, Some((manifest, Some(config)))) => Ok(Container { file, header, manifest, config }),
         (Some(fault), _) => Err(fault),
         (None, _) => unreachable!("a manifest without fault is complete"),
+    }
+}
+
+/// Where the bytes of a file are not those that a manifest says.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Damage {
+    /// Regions without their digest, in the order of the file, each with the tensor it is of.
+    pub regions: Vec<(String, RegionPart, Region)>,
+    /// Start and end of gaps that are not zero.
+    pub gaps: Vec<(u64, u64)>,
+}
+
+/// Compares `file` with what `header` and `manifest` say it holds, on `workers` threads. Bytes that cannot be read are
+/// damaged too. `progress` comes to [`Manifest::weight_bytes`] if all can be read.
+#[must_use]
+pub fn damage(
+    file: &Arc<dyn ReadAt>,
+    header: &Header,
+    manifest: &Manifest,
+    workers: usize,
+    progress: &(dyn Fn(u64) + Sync),
+) -> Damage {
+    let check = Check { file, header, manifest };
+    let mut faults = Faults::up_to(usize::MAX);
+    // There is no last fault, so it never ends early.
+    let _ = check.regions(workers, progress, &mut faults);
+    let mut damage = Damage::default();
+    let bad: std::collections::HashSet<(String, RegionPart)> = faults.into_places().collect();
+    let mut regions: Vec<Located<'_>> = manifest.regions().collect();
+    regions.sort_by_key(|(_, _, region)| region.offset);
+    let mut end = HEADER_BYTES as u64;
+    for (name, part, region) in regions {
+        damage.note_gap(check, end, region.offset.0);
+        end = region.end();
+        if bad.contains(&(name.to_owned(), part)) {
+            damage.regions.push((name.to_owned(), part, *region));
+        }
+    }
+    damage.note_gap(check, end, header.manifest_offset.0);
+    damage
+}
+
+impl Damage {
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_none(&self) -> bool {
+        self.regions.is_empty() && self.gaps.is_empty()
+    }
+
+    /// Bytes of all damaged regions.
+    #[must_use]
+    pub fn region_bytes(&self) -> u64 {
+        self.regions.iter().map(|(_, _, region)| region.bytes).sum()
+    }
+
+    /// Notes `start..end` unless it is zero. A canonical file has no gap of a page or more; another one may.
+    fn note_gap(&mut self, check: Check<'_>, start: u64, end: u64) {
+        let mut at = start;
+        while at < end {
+            let next = end.min(at + ALIGNMENT);
+            let mut faults = Faults::up_to(1);
+            if check.zeros(None, at, next, &mut faults).is_none() {
+                self.gaps.push((at, next));
+            }
+            at = next;
+        }
     }
 }
 

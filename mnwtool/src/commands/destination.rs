@@ -2,7 +2,7 @@
 //!
 //! The writer checks again when it matters; these checks are for early and clear messages.
 
-use std::fs;
+use std::fs::{self, File};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -81,4 +81,42 @@ pub(super) fn check_space(output: &Path, folder: &Path, needed_bytes: u64) -> Re
             HumanBytes(free_bytes)
         ),
     ))
+}
+
+/// A folder that is removed with all it holds unless it is published.
+pub(super) struct TemporaryFolder {
+    path: PathBuf,
+    published: bool,
+}
+
+impl TemporaryFolder {
+    /// Makes a new folder in `parent`, named after `folder` and this process.
+    pub(super) fn create(folder: &Path, parent: &Path) -> Result<Self, Failure> {
+        let name = folder.file_name().unwrap_or_default().to_string_lossy();
+        let path = parent.join(format!(".{name}.{}-0.tmp", std::process::id()));
+        fs::create_dir(&path).map_err(|error| Failure::at(folder, format!("{}: {error}", path.display())))?;
+        Ok(Self { path, published: false })
+    }
+
+    /// Where it is until then.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Gives the folder its final name. Fails if something that is not an empty folder has that name by now.
+    pub(super) fn publish(mut self, folder: &Path, parent: &Path) -> Result<(), Failure> {
+        let sync = |path: &Path| File::open(path).and_then(|opened| opened.sync_all());
+        sync(&self.path).and_then(|()| fs::rename(&self.path, folder)).map_err(|error| Failure::at(folder, error))?;
+        self.published = true;
+        sync(parent).map_err(|error| Failure::at(folder, error))
+    }
+}
+
+impl Drop for TemporaryFolder {
+    fn drop(&mut self) {
+        if !self.published {
+            // There is nobody left to tell if this fails too.
+            let _ = fs::remove_dir_all(&self.path);
+        }
+    }
 }

@@ -3,7 +3,7 @@
 //! The folder is made under a temporary name beside its final one and renamed when it is complete and synced. Assets
 //! are written by the six known names only, never by a name that the file chose.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -16,7 +16,7 @@ use minnow_formats::names;
 use minnow_kernels::codec::Quality;
 use serde_json::json;
 
-use super::destination;
+use super::destination::{self, TemporaryFolder};
 use crate::failure::Failure;
 use crate::pipeline::shards::{self, Shard, ShardSink};
 use crate::pipeline::{self, Job, PipelineError};
@@ -34,6 +34,8 @@ const INDEX: &str = "model.safetensors.index.json";
 pub(crate) struct Options {
     pub(crate) file: PathBuf,
     pub(crate) folder: PathBuf,
+    /// Only tensors whose names start with this.
+    pub(crate) prefix: String,
     pub(crate) float: FloatType,
     pub(crate) shard_bytes_max: u64,
     pub(crate) workers: usize,
@@ -43,14 +45,25 @@ pub(crate) struct Options {
 
 /// Extracts assets and tensors.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
+    // The destination is looked at before the source, and once more when it is written.
+    destination::check_new_folder(&options.folder)?;
+    let source = Checkpoint::open(&options.file, IoBackend::Auto).map_err(Failure::of)?;
+    write(&source, options)
+}
+
+/// Extracts from a checkpoint that was opened from `options.file`, wherever that is.
+pub(super) fn write(source: &Checkpoint, options: &Options) -> Result<(), Failure> {
     let started = Instant::now();
     let parent = destination::check_new_folder(&options.folder)?;
-    let source = Checkpoint::open(&options.file, IoBackend::Auto).map_err(Failure::of)?;
     if source.kind() != SourceKind::Mnw {
         return Err(Failure::at(&options.file, "is no .mnw file; a safetensors checkpoint needs no extraction"));
     }
-    let specs = source.tensors().iter().map(|(name, tensor)| (name.as_str(), &tensor.spec));
+    let wanted = source.tensors().iter().filter(|(name, _)| name.starts_with(&options.prefix));
+    let specs = wanted.map(|(name, tensor)| (name.as_str(), &tensor.spec));
     let plan = plan::extract(specs, options.float).map_err(|error| Failure::at(&options.file, error))?;
+    if plan.is_empty() {
+        return Err(Failure::at(&options.file, format!("has no tensor whose name starts with {:?}", options.prefix)));
+    }
     let shards = shards::shards(&plan, options.shard_bytes_max).map_err(|error| Failure::at(&options.file, error))?;
     let assets = source.assets().iter().filter(|(name, _)| names::is_known_asset(name));
     let assets: Vec<(&str, &str)> = assets.map(|(name, text)| (name.as_str(), text.as_str())).collect();
@@ -60,17 +73,17 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     let signals = Signals::listen().map_err(|error| Failure::of(format!("signal handlers: {error}")))?;
     let folder = TemporaryFolder::create(&options.folder, &parent)?;
     for (name, text) in &assets {
-        write_file(&folder.path.join(name), text)?;
+        write_file(&folder.path().join(name), text)?;
     }
     if let Some(index) = shards::index_json(&plan, &shards) {
-        write_file(&folder.path.join(INDEX), &index)?;
+        write_file(&folder.path().join(INDEX), &index)?;
     }
-    let mut sink = ShardSink::new(&folder.path, &shards);
+    let mut sink = ShardSink::new(folder.path(), &shards);
     let progress = Progress::new(plan.iter().map(Planned::source_bytes).sum(), options.progress);
     let job = Job {
         plan: &plan,
         first: 0,
-        source: &source,
+        source,
         io: Some(IoBackend::Auto),
         quality: Quality::Rtn,
         workers: options.workers,
@@ -100,43 +113,11 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     ))
 }
 
-fn write_file(path: &Path, text: &str) -> Result<(), Failure> {
+/// Writes a new text file, synced.
+pub(super) fn write_file(path: &Path, text: &str) -> Result<(), Failure> {
     let written = File::create_new(path).and_then(|mut file| {
         file.write_all(text.as_bytes())?;
         file.sync_all()
     });
     written.map_err(|error| Failure::at(path, error))
-}
-
-/// A folder that is removed with all it holds unless it is published.
-struct TemporaryFolder {
-    path: PathBuf,
-    published: bool,
-}
-
-impl TemporaryFolder {
-    /// Makes a new folder in `parent`, named after `folder` and this process.
-    fn create(folder: &Path, parent: &Path) -> Result<Self, Failure> {
-        let name = folder.file_name().unwrap_or_default().to_string_lossy();
-        let path = parent.join(format!(".{name}.{}-0.tmp", std::process::id()));
-        fs::create_dir(&path).map_err(|error| Failure::at(folder, format!("{}: {error}", path.display())))?;
-        Ok(Self { path, published: false })
-    }
-
-    /// Gives the folder its final name. Fails if something that is not an empty folder has that name by now.
-    fn publish(mut self, folder: &Path, parent: &Path) -> Result<(), Failure> {
-        let sync = |path: &Path| File::open(path).and_then(|opened| opened.sync_all());
-        sync(&self.path).and_then(|()| fs::rename(&self.path, folder)).map_err(|error| Failure::at(folder, error))?;
-        self.published = true;
-        sync(parent).map_err(|error| Failure::at(folder, error))
-    }
-}
-
-impl Drop for TemporaryFolder {
-    fn drop(&mut self) {
-        if !self.published {
-            // There is nobody left to tell if this fails too.
-            let _ = fs::remove_dir_all(&self.path);
-        }
-    }
 }

@@ -6,39 +6,57 @@ mod tree;
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use minnow_common::units::HumanBytes;
 use minnow_common::{ARCHITECTURE, ModelConfig, Routing};
 use minnow_formats::checkpoint::{Checkpoint, SourceKind, StoredTensor};
 use minnow_formats::digest;
+use minnow_formats::hub::Address;
 use minnow_formats::io::IoBackend;
 use serde_json::{Map, Value, json};
 
+use super::pull::open_remote;
+use super::remote::Access;
 use super::{encoding_words, encodings_json, encodings_table};
 use crate::failure::Failure;
 use crate::plan;
 use crate::progress::Progress;
 use crate::terminal;
-use outlook::Memory;
+pub(super) use outlook::Memory;
 use stats::Stats;
 use tree::Tree;
 
 /// What to look at, and how closely.
 #[derive(Debug)]
 pub(crate) struct Options {
-    pub(crate) path: PathBuf,
+    pub(crate) place: Place,
     pub(crate) tensors: bool,
     pub(crate) stats: bool,
     pub(crate) workers: usize,
     pub(crate) json: bool,
 }
 
+/// Where the checkpoint is.
+#[derive(Debug)]
+pub(crate) enum Place {
+    /// On this machine.
+    Local(PathBuf),
+    /// At a hub; only header and manifest are read.
+    Hub(Address, Access),
+}
+
 /// Describes the checkpoint on standard output.
 pub(crate) fn run(options: &Options) -> Result<(), Failure> {
-    let checkpoint = Checkpoint::open(&options.path, IoBackend::Auto).map_err(Failure::of)?;
+    let (path, checkpoint) = match &options.place {
+        Place::Local(path) => (path.clone(), Checkpoint::open(path, IoBackend::Auto).map_err(Failure::of)?),
+        Place::Hub(address, access) => {
+            (PathBuf::from(address.to_string()), open_remote(Arc::new(access.file(address)?))?)
+        }
+    };
     let close_look = if options.stats { Some(CloseLook::at(&checkpoint, options)?) } else { None };
     let lists_tensors = options.tensors || options.stats;
-    let view = View { path: &options.path, checkpoint: &checkpoint, close_look, lists_tensors };
+    let view = View { path: &path, checkpoint: &checkpoint, close_look, lists_tensors };
     if options.json { terminal::print_json(&view.json()) } else { terminal::print(&view.text()) }
 }
 

@@ -4,6 +4,11 @@ pub(crate) mod compare;
 pub(crate) mod convert;
 pub(crate) mod extract;
 pub(crate) mod inspect;
+pub(crate) mod publish;
+pub(crate) mod pull;
+pub(crate) mod push;
+pub(crate) mod remote;
+pub(crate) mod repair;
 pub(crate) mod synth;
 pub(crate) mod validate;
 

@@ -47,6 +47,13 @@ pub(crate) fn run(options: &Options) -> Result<(), Failure> {
     if options.json { terminal::print_json(&report.json()) } else { terminal::print(&report.text()) }
 }
 
+/// Compares two open checkpoints; what `--json` prints.
+pub(super) fn report(options: &Options, source: &Checkpoint, file: &Checkpoint) -> Result<Value, Failure> {
+    let matched = Matched::of(source, file);
+    let differences = differences(source, file, &matched.pairs, options)?;
+    Ok(Report::of(options, &matched, &differences).json())
+}
+
 /// A tensor that both checkpoints have, in one shape.
 struct Pair<'a> {
     name: &'a str,

@@ -61,7 +61,7 @@ impl Prospect {
 }
 
 /// What running a model takes.
-pub(super) struct Memory {
+pub(crate) struct Memory {
     /// Weights, used as they are stored.
     weight_bytes: u64,
     /// Keys and values of [`TOKENS`] tokens in f32, as the CPU keeps them.
@@ -69,9 +69,19 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    pub(super) fn of(weight_bytes: u64, config: &ModelConfig) -> Self {
+    pub(crate) fn of(weight_bytes: u64, config: &ModelConfig) -> Self {
         let page_elements = 2 * config.num_hidden_layers * config.kv_elements_per_page();
         Self { weight_bytes, kv_bytes: (TOKENS / config.block_size * page_elements * size_of::<f32>()) as u64 }
+    }
+
+    /// Bytes of the weights.
+    pub(crate) fn weight_bytes(&self) -> u64 {
+        self.weight_bytes
+    }
+
+    /// Bytes of keys and values of 1024 tokens, in f32.
+    pub(crate) fn kv_bytes_per_1024(&self) -> u64 {
+        self.kv_bytes
     }
 
     pub(super) fn text(&self) -> String {
