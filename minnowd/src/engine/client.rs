@@ -40,10 +40,10 @@ impl Job {
 impl Client {
     /// Splits a job into what the runner needs and the rest.
     pub(super) fn new(job: Job, since: Instant) -> (Task, Self) {
-        let Job { task, text, wants_progress, events, cancel } = job;
+        let Job { task, text, wants_progress, is_watched, events, cancel } = job;
         let client = Self {
             text,
-            wants_progress,
+            wants_progress: wants_progress || is_watched,
             events,
             cancel,
             since,
@@ -96,6 +96,7 @@ impl Client {
                 let elapsed = self.age().saturating_sub(self.waited.unwrap_or_default());
                 self.send_progress(Event::Prefilled { processed, total, elapsed });
             }
+            Progress::Refined(view) => self.send_progress(Event::Refined(view)),
             Progress::Step { block } => self.send_progress(Event::Step { block }),
             Progress::Block { tokens, block } => {
                 self.completion_tokens += tokens.len();
@@ -198,7 +199,7 @@ mod tests {
             language: None,
         };
         let text = OutputText::plain(tokenizer, &[]);
-        let job = Job { task, text, wants_progress: true, events, cancel: Cancel::default() };
+        let job = Job { task, text, wants_progress: true, is_watched: false, events, cancel: Cancel::default() };
         (Client::new(job, Instant::now()).1, incoming)
     }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 
 use super::runner::Task;
+use super::view::BlockView;
 use crate::decoder::FinishReason;
 use crate::text::{Delta, OutputText};
 
@@ -18,6 +19,8 @@ pub struct Job {
     pub text: OutputText,
     /// Whether refinement steps and prompt progress are worth an event.
     pub wants_progress: bool,
+    /// Whether what each step does to a block is worth an event.
+    pub is_watched: bool,
     /// Where events go. A closed channel means the client went away: the job ends at the next forward.
     pub events: mpsc::Sender<Event>,
     /// Set by anyone who wants the job to end at the next forward.
@@ -41,7 +44,8 @@ impl Cancel {
     }
 }
 
-/// What happened to a job, in order: `Admitted`, any `Prefilled`, any `Step` and `Block`, then `Finished` or `Failed`.
+/// What happened to a job, in order: `Admitted`, any `Prefilled`, any `Refined`, `Step` and `Block`, then `Finished` or
+/// `Failed`.
 #[derive(Debug)]
 pub enum Event {
     /// The job left the queue.
@@ -60,6 +64,9 @@ pub enum Event {
         /// Time since admission.
         elapsed: Duration,
     },
+    /// What the forward of the `Step` or `Block` that follows did to the block. Only of watched jobs; dropped when the
+    /// reader is slow.
+    Refined(Box<BlockView>),
     /// One refinement forward of the active block. Only with `wants_progress`; dropped when the reader is slow.
     Step {
         /// The block being refined.

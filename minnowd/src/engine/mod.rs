@@ -15,6 +15,7 @@ mod client;
 mod job;
 mod mailbox;
 pub mod runner;
+mod view;
 
 /// What [`mailbox`] is built on; `tests/loom` gives it other primitives.
 mod sync {
@@ -36,6 +37,7 @@ use runner::{Counters, Pages, Report, RequestId, Runner};
 use crate::cache::CacheStats;
 pub use crate::decoder::FinishReason;
 pub use job::{BlockStats, Cancel, Event, Finish, Job, JobError, JobStats, SubmitError};
+pub use view::{BlockView, Cell, Change};
 
 /// How long a client may take nothing before it counts as gone.
 pub const BLOCKED_CLIENT_MAX: Duration = Duration::from_secs(60);
@@ -242,6 +244,7 @@ impl Engine {
         arrived.forget_abandoned();
         let mut first = None;
         for job in arrived.choices {
+            let is_watched = job.is_watched;
             let (task, client) = Client::new(job, arrived.since);
             let submitted = match first {
                 None => self.runner.submit(task),
@@ -250,6 +253,9 @@ impl Engine {
             match submitted {
                 Ok(id) => {
                     first.get_or_insert(id);
+                    if is_watched {
+                        self.runner.watch(id);
+                    }
                     self.clients.insert(id, client);
                 }
                 Err(error) => client.refuse(error),

@@ -10,11 +10,12 @@
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use minnow_common::BLOCK;
 
 use super::job::{BlockStats, JobError, JobStats};
+use super::view::BlockView;
 use crate::cache::{Access, BlockTokens, CacheStats, Found, PageId, PrefixCache, Sequence};
 use crate::decoder::{
     Action, CommitKind, FinishReason, Generation, GenerationError, Language, Options, SpecialIds, StepView,
@@ -33,6 +34,8 @@ pub struct Runner {
     requests: BTreeMap<RequestId, Request>,
     arrivals: u64,
     counters: Counters,
+    /// How long every forward waits before it begins.
+    step_delay: Duration,
     /// Blocks of an earlier process that are still to be read.
     restoring: Option<Loader>,
 }
@@ -65,7 +68,7 @@ pub struct Report {
     pub progress: Progress,
 }
 
-/// What happened: `Started`, any `Prefilled`, any `Step` and `Block`, then `Finished` or `Failed`.
+/// What happened: `Started`, any `Prefilled`, any `Refined`, `Step` and `Block`, then `Finished` or `Failed`.
 #[derive(Clone, Debug)]
 pub enum Progress {
     /// The request left the queue.
@@ -80,6 +83,8 @@ pub enum Progress {
         /// Prompt tokens in all.
         total: usize,
     },
+    /// What the `Step` or `Block` that follows did. Only of watched requests.
+    Refined(Box<BlockView>),
     /// The active block was refined once more.
     Step {
         /// The block so far.
@@ -147,6 +152,8 @@ struct Request {
     sequence: Option<Sequence>,
     stats: JobStats,
     is_held: bool,
+    /// Whether what each step did is reported.
+    is_watched: bool,
     /// Whether it was started before: it may have had to give way.
     is_started: bool,
     /// Prompt tokens last reported as read.
@@ -177,6 +184,7 @@ impl Runner {
             requests: BTreeMap::new(),
             arrivals: 0,
             counters: Counters::default(),
+            step_delay: Duration::ZERO,
             restoring: None,
         }
     }
@@ -191,6 +199,11 @@ impl Runner {
     #[must_use]
     pub fn cache(&self) -> &PrefixCache {
         &self.cache
+    }
+
+    /// Makes every forward wait before it begins, so that a fast model shows what a slow one would.
+    pub fn delay_steps(&mut self, delay: Duration) {
+        self.step_delay = delay;
     }
 
     /// Takes over the blocks that an earlier process saved: a few between steps, more when there is nothing to do.
@@ -283,6 +296,7 @@ impl Runner {
             sequence: None,
             stats,
             is_held: false,
+            is_watched: false,
             is_started: false,
             processed: 0,
             started: now,
@@ -309,6 +323,13 @@ impl Runner {
         self.scheduler.remove(id);
         if let Some(Request { sequence: Some(sequence), .. }) = self.requests.remove(&id) {
             self.cache.release(sequence);
+        }
+    }
+
+    /// Reports what each step does to the request's blocks from now on.
+    pub fn watch(&mut self, id: RequestId) {
+        if let Some(request) = self.requests.get_mut(&id) {
+            request.is_watched = true;
         }
     }
 
@@ -539,6 +560,9 @@ impl Runner {
             .iter()
             .map(|share| Segment { tokens: &share.tokens, pages: &share.pages, need: share.need })
             .collect();
+        if !self.step_delay.is_zero() {
+            std::thread::sleep(self.step_delay);
+        }
         let outputs = self.backend.forward(&Batch { segments: &segments }, None)?;
         self.counters.forwarded(shares.len());
         for (share, output) in shares.iter().zip(outputs) {
@@ -591,7 +615,7 @@ impl Runner {
                 request.stats.decode = request.refining_since.map_or_else(Default::default, |since| since.elapsed());
                 request.block_since = Instant::now();
             }
-            Action::Refine { .. } => request.refine(id, output, reports)?,
+            Action::Refine { .. } => request.refine(id, output, self.special, reports)?,
             Action::Finished(_) => {}
         }
         Ok(())
@@ -644,7 +668,13 @@ impl Request {
     }
 
     /// Hands the model's opinion of the active block to the decoder.
-    fn refine(&mut self, id: RequestId, output: Output, reports: &mut Vec<Report>) -> Result<(), JobError> {
+    fn refine(
+        &mut self,
+        id: RequestId,
+        output: Output,
+        special: SpecialIds,
+        reports: &mut Vec<Report>,
+    ) -> Result<(), JobError> {
         let refining_since = *self.refining_since.get_or_insert(self.block_since);
         let mut uniforms = self.generation.uniforms(self.task.seed, 0);
         let refinement = match &output {
@@ -667,11 +697,19 @@ impl Request {
             forwards: refinement.block.forwards,
             elapsed: self.block_since.elapsed(),
         };
+        if let Some(finished) = &refinement.finished {
+            block.tokens = finished.added.len();
+        }
+        if self.is_watched {
+            let given = self.task.prompt.len().saturating_sub(block.offset);
+            let is_final = refinement.finished.is_some();
+            let view = BlockView::new(block, &refinement.record, given, &output, special, is_final);
+            reports.push(Report { id, progress: Progress::Refined(Box::new(view)) });
+        }
         let Some(finished) = refinement.finished else {
             reports.push(Report { id, progress: Progress::Step { block } });
             return Ok(());
         };
-        block.tokens = finished.added.len();
         self.stats.token_edits += refinement.block.token_edits;
         self.stats.deletes += refinement.block.deletes;
         self.stats.splits += refinement.block.splits;

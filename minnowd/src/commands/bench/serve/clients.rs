@@ -236,7 +236,7 @@ fn ask_engine(
         language: None,
     };
     let text = OutputText::plain(&session.tokenizer, &[]).ending_at(&task.stop_ids);
-    let job = Job { task, text, wants_progress: false, events, cancel: Cancel::default() };
+    let job = Job { task, text, wants_progress: false, is_watched: false, events, cancel: Cancel::default() };
     if engine.submit(job).is_err() {
         return Ending::Refused;
     }
@@ -253,7 +253,7 @@ fn ask_engine(
                 });
             }
             Event::Failed(_) => break,
-            Event::Admitted { .. } | Event::Prefilled { .. } | Event::Step { .. } => {}
+            Event::Admitted { .. } | Event::Prefilled { .. } | Event::Refined(_) | Event::Step { .. } => {}
         }
     }
     Ending::Failed
