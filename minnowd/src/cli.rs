@@ -14,8 +14,8 @@ use minnow_kernels::cpu::Isa;
 use crate::commands;
 use crate::commands::bench::{Measure, Subject};
 use crate::config::{
-    DecodingDefaults, Device, KeptPrefixes, ListenAddress, ModelSource, RemoteModel, ServeConfig, UsageError,
-    VerifyPayload,
+    CorsOrigin, DecodingDefaults, Device, HttpOptions, KeptPrefixes, ListenAddress, ModelSource, RemoteModel,
+    ServeConfig, StreamLimits, Unsupported, UsageError, VerifyPayload,
 };
 use crate::decoder::{Algorithm, Preset};
 use crate::engine::QueueLimits;
@@ -32,7 +32,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     /// Serve the model over HTTP
-    Serve(ServeArgs),
+    Serve(Box<ServeArgs>),
     /// Answer one prompt
     Generate(GenerateArgs),
     /// Take an exam: exact match per task, tokens per forward
@@ -134,6 +134,15 @@ struct ServeArgs {
     /// Where to listen: HOST:PORT (port 0 chooses one) or unix:/path.sock; may be given several times
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8080", env = "MINNOWD_LISTEN", value_delimiter = ',')]
     listen: Vec<ListenAddress>,
+    /// Mode of the files of Unix sockets, octal
+    #[arg(long, value_name = "MODE", default_value = "0660", env = "MINNOWD_SOCKET_MODE", value_parser = octal)]
+    socket_mode: u32,
+    /// Serve everything below this path, for example /minnow
+    #[arg(long, value_name = "PATH", default_value = "", env = "MINNOWD_API_PREFIX", value_parser = prefix)]
+    api_prefix: String,
+    /// The folder of a built llama-server web UI, to be served instead of the own page
+    #[arg(long, value_name = "DIR", env = "MINNOWD_UI_DIR")]
+    ui_dir: Option<PathBuf>,
     /// The model's name in the API; default: its file or folder name
     #[arg(long, value_name = "NAME", env = "MINNOWD_ALIAS")]
     alias: Option<String>,
@@ -143,6 +152,12 @@ struct ServeArgs {
     /// Refuse request fields that this server does not know
     #[arg(long, env = "MINNOWD_STRICT_REQUESTS")]
     strict_requests: bool,
+    /// Refuse output limits that do not fit the context, instead of cutting them
+    #[arg(long, env = "MINNOWD_STRICT_LIMITS")]
+    strict_limits: bool,
+    /// Settings of other servers that do not exist here: refuse them, or ignore and name them
+    #[arg(long, value_name = "HOW", value_enum, default_value_t = UnsupportedArg::Refuse, env = "MINNOWD_UNSUPPORTED")]
+    unsupported: UnsupportedArg,
     /// Default output limit of a request; default: what the context leaves
     #[arg(long, value_name = "TOKENS", env = "MINNOWD_MAX_TOKENS")]
     max_tokens: Option<usize>,
@@ -167,6 +182,33 @@ struct ServeArgs {
     /// A further Host name that loopback listeners accept
     #[arg(long, value_name = "NAME", env = "MINNOWD_ALLOW_HOST", value_delimiter = ',')]
     allow_host: Vec<String>,
+    /// An origin whose pages may read answers: * is any, localhost any port of this machine; may be given several times
+    #[arg(long, value_name = "ORIGIN", env = "MINNOWD_CORS_ORIGIN", value_delimiter = ',')]
+    cors_origin: Vec<CorsOrigin>,
+    /// Log what X-Forwarded-For says
+    #[arg(long, env = "MINNOWD_TRUST_PROXY")]
+    trust_proxy: bool,
+    /// Open connections; further ones wait
+    #[arg(long, value_name = "N", default_value_t = 1024, env = "MINNOWD_MAX_CONNECTIONS")]
+    max_connections: usize,
+    /// Bytes kept of a resumable stream
+    #[arg(long, value_name = "BYTES", default_value_t = 4 << 20, env = "MINNOWD_STREAM_MAX_BYTES")]
+    stream_max_bytes: usize,
+    /// Bytes kept of all resumable streams
+    #[arg(long, value_name = "BYTES", default_value_t = 128 << 20, env = "MINNOWD_STREAM_TOTAL_BYTES")]
+    stream_total_bytes: usize,
+    /// Resumable streams kept
+    #[arg(long, value_name = "N", default_value_t = 256, env = "MINNOWD_STREAM_MAX_SESSIONS")]
+    stream_max_sessions: usize,
+    /// Seconds that a resumable stream is kept after its end
+    #[arg(long, value_name = "SECONDS", default_value_t = 300, env = "MINNOWD_STREAM_KEEP")]
+    stream_keep: u64,
+    /// Show the model's whole path in /props
+    #[arg(long, env = "MINNOWD_SHOW_PATHS")]
+    show_paths: bool,
+    /// Answer /slots with 501
+    #[arg(long, env = "MINNOWD_NO_SLOTS")]
+    no_slots: bool,
     /// Answer /metrics with 501
     #[arg(long, env = "MINNOWD_NO_METRICS")]
     no_metrics: bool,
@@ -176,6 +218,9 @@ struct ServeArgs {
     /// Seconds that running requests may take after the first signal
     #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "MINNOWD_DRAIN_TIMEOUT")]
     drain_timeout: u64,
+    /// Milliseconds that every forward waits, so that a fast model shows what a slow one would; for tests
+    #[arg(long, value_name = "MS", default_value_t = 0, env = "MINNOWD_STEP_DELAY_MS")]
+    step_delay_ms: u64,
     /// Allow plain HTTP on addresses that are not loopback
     #[arg(long, env = "MINNOWD_INSECURE_PLAINTEXT")]
     insecure_plaintext: bool,
@@ -185,6 +230,35 @@ struct ServeArgs {
     /// Form of the log on stderr
     #[arg(long, value_name = "FORM", value_enum, default_value_t = LogFormat::Text, env = "MINNOWD_LOG_FORMAT")]
     log_format: LogFormat,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum UnsupportedArg {
+    Refuse,
+    Ignore,
+}
+
+fn octal(text: &str) -> Result<u32, String> {
+    match u32::from_str_radix(text, 8) {
+        Ok(mode) if mode <= 0o777 => Ok(mode),
+        _ => Err("expected an octal mode from 0 to 777".to_owned()),
+    }
+}
+
+/// `/a/b` from `/a/b/`, `a/b` or `/a/b`; empty from `/`.
+fn prefix(text: &str) -> Result<String, String> {
+    let path = text.trim_matches('/');
+    let is_plain = |segment: &str| {
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~".contains(&byte);
+        !segment.is_empty() && segment.bytes().all(plain) && !matches!(segment, "." | "..")
+    };
+    if path.is_empty() {
+        Ok(String::new())
+    } else if path.split('/').all(is_plain) {
+        Ok(format!("/{path}"))
+    } else {
+        Err("expected a path of letters, digits, '-', '.', '_' and '~', such as /minnow".to_owned())
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -602,13 +676,43 @@ impl ServeArgs {
         if self.parallel == 0 || self.parallel > PARALLEL_MAX {
             return Err(UsageError(format!("--parallel must be 1 to {PARALLEL_MAX}, not {}", self.parallel)));
         }
+        if self.max_connections == 0 {
+            return Err(UsageError("--max-connections must be at least 1, not 0".to_owned()));
+        }
+        if let Some(folder) = self.ui_dir.as_ref().filter(|folder| !folder.join("index.html").is_file()) {
+            return Err(UsageError(format!("--ui-dir {} has no index.html", folder.display())));
+        }
+        let source = self.model.into_source()?;
+        let http = HttpOptions {
+            prefix: self.api_prefix,
+            max_body_bytes: self.max_body_bytes,
+            any_model: self.any_model,
+            strict_requests: self.strict_requests,
+            strict_limits: self.strict_limits,
+            unsupported: match self.unsupported {
+                UnsupportedArg::Refuse => Unsupported::Refuse,
+                UnsupportedArg::Ignore => Unsupported::Ignore,
+            },
+            allow_hosts: self.allow_host,
+            cors_origins: self.cors_origin,
+            trust_proxy: self.trust_proxy,
+            metrics: !self.no_metrics,
+            slots: !self.no_slots,
+            format_retries: self.format_retries,
+            streams: StreamLimits {
+                bytes_max: self.stream_max_bytes,
+                all_bytes_max: self.stream_total_bytes,
+                sessions_max: self.stream_max_sessions,
+                kept: Duration::from_secs(self.stream_keep),
+            },
+            ui_folder: self.ui_dir,
+            model_path: source.path.as_ref().filter(|_| self.show_paths).map(|path| path.display().to_string()),
+        };
         Ok(ServeConfig {
-            source: self.model.into_source()?,
+            source,
             decoding: self.decoding.into_defaults()?,
             listen: self.listen,
             alias: self.alias,
-            any_model: self.any_model,
-            strict_requests: self.strict_requests,
             max_tokens: self.max_tokens,
             kept_prefixes: self
                 .cache_dir
@@ -618,10 +722,10 @@ impl ServeArgs {
                 waiting_max: self.queue_capacity,
                 wait_max: (self.queue_timeout > 0).then(|| Duration::from_secs(self.queue_timeout)),
             },
-            max_body_bytes: self.max_body_bytes,
-            allow_hosts: self.allow_host,
-            metrics: !self.no_metrics,
-            format_retries: self.format_retries,
+            http,
+            socket_mode: self.socket_mode,
+            connections_max: self.max_connections,
+            step_delay: Duration::from_millis(self.step_delay_ms),
             drain_timeout: Duration::from_secs(self.drain_timeout),
         })
     }
@@ -635,6 +739,18 @@ mod tests {
     fn the_command_line_is_consistent() {
         use clap::CommandFactory;
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn prefixes_and_modes_are_normal_or_refused() {
+        for (typed, meant) in [("", ""), ("/", ""), ("/a", "/a"), ("a/b/", "/a/b"), ("/a-1/_~.x", "/a-1/_~.x")] {
+            assert_eq!(prefix(typed).as_deref(), Ok(meant));
+        }
+        for typed in ["/a//b", "/a/../b", "/a b", "/%2e", "/a?b", "/."] {
+            assert!(prefix(typed).is_err(), "{typed}");
+        }
+        assert_eq!((octal("0660"), octal("600")), (Ok(0o660), Ok(0o600)));
+        assert!(octal("8").is_err() && octal("7777").is_err());
     }
 
     #[test]

@@ -152,26 +152,153 @@ pub struct ServeConfig {
     pub listen: Vec<ListenAddress>,
     /// The model's name in the API.
     pub alias: Option<String>,
-    /// Serve requests for any model name.
-    pub any_model: bool,
-    /// Refuse request fields that are not known.
-    pub strict_requests: bool,
     /// Default output limit of a request.
     pub max_tokens: Option<usize>,
     /// How many requests may run and wait.
     pub queue: QueueLimits,
     /// Where known prefixes are kept over restarts.
     pub kept_prefixes: Option<KeptPrefixes>,
-    /// Largest request body.
-    pub max_body_bytes: usize,
-    /// Further `Host` names that loopback listeners accept.
-    pub allow_hosts: Vec<String>,
-    /// Serve `/metrics`.
-    pub metrics: bool,
-    /// How often output that does not have the demanded form is made anew.
-    pub format_retries: usize,
+    /// How requests are treated.
+    pub http: HttpOptions,
+    /// Mode of the files of Unix sockets.
+    pub socket_mode: u32,
+    /// Open connections; further ones wait in the backlog.
+    pub connections_max: usize,
+    /// How long every forward waits before it begins; for tests.
+    pub step_delay: Duration,
     /// How long running requests may take after the first signal.
     pub drain_timeout: Duration,
+}
+
+/// How the server treats requests.
+#[derive(Clone, Debug)]
+pub struct HttpOptions {
+    /// Every route lies below this path: empty, or `/` and segments without a slash at the end.
+    pub prefix: String,
+    /// Largest request body.
+    pub max_body_bytes: usize,
+    /// Serve requests for any model name.
+    pub any_model: bool,
+    /// Refuse request fields that are not known.
+    pub strict_requests: bool,
+    /// Refuse output limits that prompt and context leave no room for, instead of cutting them.
+    pub strict_limits: bool,
+    /// What happens to settings of other servers that do not exist here.
+    pub unsupported: Unsupported,
+    /// Further `Host` names that loopback listeners accept.
+    pub allow_hosts: Vec<String>,
+    /// Pages of these origins may read answers.
+    pub cors_origins: Vec<CorsOrigin>,
+    /// Log what `X-Forwarded-For` says.
+    pub trust_proxy: bool,
+    /// Serve `/metrics`.
+    pub metrics: bool,
+    /// Serve `/slots`.
+    pub slots: bool,
+    /// How often output that does not have the demanded form is made anew.
+    pub format_retries: usize,
+    /// Bounds of resumable streams.
+    pub streams: StreamLimits,
+    /// A built web UI to serve instead of the own page.
+    pub ui_folder: Option<PathBuf>,
+    /// What `/props` shows as the model's path, instead of its name.
+    pub model_path: Option<String>,
+}
+
+impl Default for HttpOptions {
+    fn default() -> Self {
+        Self {
+            prefix: String::new(),
+            max_body_bytes: 8 << 20,
+            any_model: false,
+            strict_requests: false,
+            strict_limits: false,
+            unsupported: Unsupported::Refuse,
+            allow_hosts: Vec::new(),
+            cors_origins: Vec::new(),
+            trust_proxy: false,
+            metrics: true,
+            slots: true,
+            format_retries: 1,
+            streams: StreamLimits {
+                bytes_max: 4 << 20,
+                all_bytes_max: 128 << 20,
+                sessions_max: 256,
+                kept: Duration::from_secs(300),
+            },
+            ui_folder: None,
+            model_path: None,
+        }
+    }
+}
+
+/// What happens to a field that is accepted only when it asks for nothing, and asks for something.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unsupported {
+    /// 400.
+    Refuse,
+    /// It is named in `minnow.ignored_fields`.
+    Ignore,
+}
+
+/// Bounds of resumable streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StreamLimits {
+    /// Bytes kept of one stream.
+    pub bytes_max: usize,
+    /// Bytes kept of all streams.
+    pub all_bytes_max: usize,
+    /// Streams kept.
+    pub sessions_max: usize,
+    /// How long a stream is kept after its end.
+    pub kept: Duration,
+}
+
+/// Pages that may read answers although they came from elsewhere.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CorsOrigin {
+    /// Any page.
+    Any,
+    /// Pages of this machine, whatever the port.
+    Localhost,
+    /// Pages of one origin: scheme, host and port, as browsers write it.
+    Exact(String),
+}
+
+impl CorsOrigin {
+    /// Whether a page of `origin` is meant.
+    #[must_use]
+    pub fn covers(&self, origin: &str) -> bool {
+        match self {
+            Self::Any => true,
+            Self::Exact(exact) => exact == origin,
+            Self::Localhost => {
+                let Some((scheme, rest)) = origin.split_once("://") else { return false };
+                let host = match rest.rsplit_once(':') {
+                    Some((host, port)) if !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit()) => host,
+                    _ => rest,
+                };
+                matches!(scheme, "http" | "https") && matches!(host, "localhost" | "127.0.0.1" | "[::1]")
+            }
+        }
+    }
+}
+
+impl FromStr for CorsOrigin {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "*" => Ok(Self::Any),
+            "localhost" => Ok(Self::Localhost),
+            _ => match text.split_once("://") {
+                Some((scheme, host)) if !scheme.is_empty() && !host.is_empty() && !host.contains('/') => {
+                    Ok(Self::Exact(text.to_owned()))
+                }
+                _ => Err("expected *, localhost, or an origin such as https://chat.example".to_owned()),
+            },
+        }
+    }
 }
 
 /// Where known prefixes are kept over restarts.
@@ -241,6 +368,25 @@ mod tests {
         }
         for text in ["", "8080", "unix:", "127.0.0.1:70000"] {
             assert!(text.parse::<ListenAddress>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn origins_are_exact_local_or_any() {
+        let covers = |allowed: &str, origin| allowed.parse::<CorsOrigin>().unwrap().covers(origin);
+        assert!(covers("*", "https://evil.example"));
+        assert!(covers("https://a.example:8443", "https://a.example:8443"));
+        for other in ["https://a.example", "http://a.example:8443", "https://a.example:8443.evil", "null"] {
+            assert!(!covers("https://a.example:8443", other), "{other}");
+        }
+        for local in ["http://localhost", "http://localhost:3000", "https://127.0.0.1:1", "http://[::1]:8080"] {
+            assert!(covers("localhost", local), "{local}");
+        }
+        for other in ["http://localhost.evil", "http://evil#localhost", "file://localhost", "null", "http://[::2]"] {
+            assert!(!covers("localhost", other), "{other}");
+        }
+        for bad in ["", "a.example", "https://", "https://a.example/", "://a"] {
+            assert!(bad.parse::<CorsOrigin>().is_err(), "{bad}");
         }
     }
 

@@ -18,6 +18,7 @@ pub mod persist;
 pub mod scheduler;
 pub mod session;
 pub mod text;
+pub mod web;
 pub mod weights;
 
 /// The program's version, as `--version`, `/health` and benchmarks show it.

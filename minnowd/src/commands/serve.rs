@@ -14,7 +14,7 @@ use tracing::{error, info, warn};
 use crate::config::{DecodingDefaults, KeptPrefixes, ModelSource, ServeConfig};
 use crate::engine::runner::Runner;
 use crate::engine::{self, EngineHandle, State};
-use crate::http::{App, HttpOptions, Listener};
+use crate::http::{App, Listener};
 use crate::persist::{self, CacheKey, Identity};
 use crate::session::{Loaded, ServeDefaults, Session};
 
@@ -38,12 +38,13 @@ async fn serve(config: ServeConfig) -> anyhow::Result<ExitCode> {
     let mut signals = Signals::new()?;
     let mut listeners = Vec::new();
     for address in &config.listen {
-        listeners.push(Listener::bind(address).await.with_context(|| format!("--listen {address}"))?);
+        listeners
+            .push(Listener::bind(address, config.socket_mode).await.with_context(|| format!("--listen {address}"))?);
     }
     let engine = EngineHandle::loading(config.queue);
-    let app = App::new(engine.clone(), http_options(&config));
+    let app = App::new(engine.clone(), config.http.clone());
     let shutdown = app.shutdown();
-    let server = tokio::spawn(crate::http::serve(listeners, app.clone()));
+    let server = tokio::spawn(crate::http::serve(listeners, app.clone(), config.connections_max));
 
     let loading = {
         let (source, decoding, defaults) = (config.source.clone(), config.decoding.clone(), serve_defaults(&config));
@@ -55,6 +56,7 @@ async fn serve(config: ServeConfig) -> anyhow::Result<ExitCode> {
         code = signals.next() => return Ok(ExitCode::from(code)),
     };
     let Loaded { session, mut runner } = loaded;
+    runner.delay_steps(config.step_delay);
     let session = Arc::new(session);
     let kept = config.kept_prefixes.as_ref().map(|kept| Kept::open(kept, &session, &mut runner)).transpose()?;
     info!(model = session.model_id, backend = session.backend, context = session.context, "ready");
@@ -133,17 +135,6 @@ fn load(source: &ModelSource, decoding: &DecodingDefaults, defaults: ServeDefaul
 
 fn serve_defaults(config: &ServeConfig) -> ServeDefaults {
     ServeDefaults { alias: config.alias.clone(), max_tokens: config.max_tokens, queue: config.queue }
-}
-
-fn http_options(config: &ServeConfig) -> HttpOptions {
-    HttpOptions {
-        max_body_bytes: config.max_body_bytes,
-        any_model: config.any_model,
-        strict_requests: config.strict_requests,
-        allow_hosts: config.allow_hosts.clone(),
-        metrics: config.metrics,
-        format_retries: config.format_retries,
-    }
 }
 
 async fn worker_failure(engine: &EngineHandle) {

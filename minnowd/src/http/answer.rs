@@ -11,8 +11,8 @@ use super::attempts::Attempts;
 use super::error::{ApiError, Code};
 use super::ids;
 use super::running::report;
-use crate::engine::{BlockStats, Event, Finish, FinishReason, JobStats};
-use crate::text::Delta;
+use crate::engine::{BlockStats, BlockView, Cell, Event, Finish, FinishReason, JobStats};
+use crate::text::{Delta, Token, Tokenizer};
 
 /// Bytes of output that an error shows at most.
 pub(crate) const OUTPUT_SHOWN_MAX: usize = 16 << 10;
@@ -118,6 +118,32 @@ pub(crate) fn batch(block: &BlockStats) -> Value {
     })
 }
 
+/// `minnow.refinement`: every position of a block after a step. Control tokens are shown as templates write them.
+pub(crate) fn refinement(view: &BlockView, tokenizer: &Tokenizer) -> Value {
+    let cell = |cell: &Cell| {
+        let Some(id) = cell.token else { return json!({ "token": null, "change": cell.change.name() }) };
+        let mut shown = json!({ "token": tokenizer.decode_with_specials(&[id]), "id": id });
+        if let Some(confidence) = cell.confidence {
+            // Four digits are more than anyone can see.
+            shown["confidence"] = json!((f64::from(confidence) * 1e4).round() / 1e4);
+        }
+        shown["change"] = json!(cell.change.name());
+        if matches!(tokenizer.token(id), Some(Token::Special(_))) {
+            shown["special"] = json!(true);
+        }
+        shown
+    };
+    json!({
+        "block": view.block.index,
+        "offset": view.block.offset,
+        "step": view.block.forwards,
+        "final": view.is_final,
+        "cells": view.cells.iter().map(cell).collect::<Vec<_>>(),
+        "deleted": view.deleted,
+        "split": view.split,
+    })
+}
+
 /// `usage`
 pub(crate) fn usage(stats: &JobStats) -> Value {
     json!({
@@ -197,7 +223,7 @@ pub(crate) async fn plain(mut attempts: Attempts, heading: &mut Heading) -> Resu
                 return output.object(heading, &finish);
             }
             Event::Failed(error) => return Err(report(error)),
-            Event::Admitted { .. } | Event::Prefilled { .. } | Event::Step { .. } => {}
+            Event::Admitted { .. } | Event::Prefilled { .. } | Event::Refined(_) | Event::Step { .. } => {}
         }
     }
 }

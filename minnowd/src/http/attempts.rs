@@ -5,6 +5,8 @@
 //! come out as they are.
 
 use futures_util::future::BoxFuture;
+use tokio::task::JoinHandle;
+use tracing::error;
 
 use super::App;
 use super::answer::OUTPUT_SHOWN_MAX;
@@ -18,6 +20,8 @@ use crate::text::Delta;
 pub(crate) struct Attempts {
     running: Running,
     form: Option<Form>,
+    /// The check of a finished text, on a thread that may take its time.
+    checking: Option<JoinHandle<(Finish, Result<(), ApiError>)>>,
     /// The next job, on its way through the queue.
     starting: Option<BoxFuture<'static, Result<Running, ApiError>>>,
     /// The seed of the job that runs.
@@ -45,7 +49,7 @@ impl Attempts {
             held: Vec::new(),
         });
         let seed = order.task.seed;
-        Ok(Self { running: Running::start(app, order).await?, form, starting: None, seed })
+        Ok(Self { running: Running::start(app, order).await?, form, checking: None, starting: None, seed })
     }
 
     /// Prompt tokens that the first job found in the cache.
@@ -65,6 +69,19 @@ impl Attempts {
                 self.running = starting.await?;
                 self.starting = None;
             }
+            if let Some(checking) = &mut self.checking {
+                let checked = checking.await;
+                self.checking = None;
+                let (finish, outcome) = checked.map_err(|failure| {
+                    error!(%failure, "checking an output panicked");
+                    ApiError::internal()
+                })?;
+                match outcome {
+                    Ok(()) => return Ok(Event::Finished(finish)),
+                    Err(refused) => self.try_again(refused)?,
+                }
+                continue;
+            }
             let mut event = self.running.next().await;
             let Some(form) = &mut self.form else { return Ok(event) };
             match &mut event {
@@ -73,47 +90,51 @@ impl Attempts {
                     // Clients count what they were shown, and that never goes down.
                     *text_tokens = 0;
                 }
-                Event::Finished(finish) => {
-                    if let Err(refused) = form.settle(finish) {
-                        if form.retries_left == 0 {
-                            return Err(refused);
-                        }
-                        form.retries_left -= 1;
-                        form.order.task.seed = form.order.task.seed.wrapping_add(1);
-                        self.seed = form.order.task.seed;
-                        let (app, order) = (form.app.clone(), form.order.clone());
-                        self.starting = Some(Box::pin(async move { Running::start(&app, order).await }));
-                        continue;
-                    }
+                Event::Finished(_) => {
+                    let Event::Finished(mut finish) = event else { continue };
+                    let (format, held) = (form.format.clone(), std::mem::take(&mut form.held));
+                    // A schema decides how long this takes.
+                    self.checking = Some(tokio::task::spawn_blocking(move || {
+                        let outcome = settle(&format, held, &mut finish);
+                        (finish, outcome)
+                    }));
+                    continue;
                 }
                 _ => {}
             }
             return Ok(event);
         }
     }
-}
 
-impl Form {
-    /// Puts everything that was held into `finish`, checked.
-    fn settle(&mut self, finish: &mut Finish) -> Result<(), ApiError> {
-        let mut deltas = std::mem::take(&mut self.held);
-        deltas.append(&mut finish.deltas);
-        let text: Option<String> = deltas
-            .iter()
-            .map(|delta| if let Delta::Content(text) = delta { Some(text.as_str()) } else { None })
-            .collect();
-        finish.deltas = match text {
-            Some(text) if finish.reason == FinishReason::Stop => match self.format.check(&text) {
-                Ok(json) => vec![Delta::Content(json.to_owned())],
-                Err(reason) => {
-                    let message = format!("the model's output does not have the form that was asked for: {reason}");
-                    let shown: String = text.chars().take(OUTPUT_SHOWN_MAX / 4).collect();
-                    let error = ApiError::new(Code::JsonValidationFailed, message).at("response_format");
-                    return Err(error.with("output", shown));
-                }
-            },
-            _ => deltas,
-        };
+    /// Begins the next job in place of one whose output was refused, or gives the refusal back.
+    fn try_again(&mut self, refused: ApiError) -> Result<(), ApiError> {
+        let Some(form) = self.form.as_mut().filter(|form| form.retries_left > 0) else { return Err(refused) };
+        form.retries_left -= 1;
+        form.order.task.seed = form.order.task.seed.wrapping_add(1);
+        self.seed = form.order.task.seed;
+        let (app, order) = (form.app.clone(), form.order.clone());
+        self.starting = Some(Box::pin(async move { Running::start(&app, order).await }));
         Ok(())
     }
+}
+
+/// Puts everything that was held into `finish`, checked.
+fn settle(format: &Format, held: Vec<Delta>, finish: &mut Finish) -> Result<(), ApiError> {
+    let mut deltas = held;
+    deltas.append(&mut finish.deltas);
+    let text: Option<String> =
+        deltas.iter().map(|delta| if let Delta::Content(text) = delta { Some(text.as_str()) } else { None }).collect();
+    finish.deltas = match text {
+        Some(text) if finish.reason == FinishReason::Stop => match format.check(&text) {
+            Ok(json) => vec![Delta::Content(json.to_owned())],
+            Err(reason) => {
+                let message = format!("the model's output does not have the form that was asked for: {reason}");
+                let shown: String = text.chars().take(OUTPUT_SHOWN_MAX / 4).collect();
+                let error = ApiError::new(Code::JsonValidationFailed, message).at("response_format");
+                return Err(error.with("output", shown));
+            }
+        },
+        _ => deltas,
+    };
+    Ok(())
 }

@@ -1,8 +1,8 @@
 //! One accepted connection, with the clocks that `hyper` does not keep.
 //!
-//! - A request head must be complete [`HEAD_MAX`] after its first byte. (`hyper`'s own timer also runs between
-//!   requests, where clients may idle for longer.)
-//! - A write that is stuck for [`WRITE_MAX`] ends the connection: its reader counts as gone.
+//! - A request head must be complete some time after its first byte. (`hyper`'s own timer also runs between requests,
+//!   where clients may idle for longer.)
+//! - A write that is stuck for too long ends the connection: its reader counts as gone.
 //! - Closing reads on for a moment. Bytes that were never read would make the kernel reset the connection, and the
 //!   client would lose the answer that says why its body was refused.
 
@@ -17,12 +17,22 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 
-/// From the first byte of a request to the end of its head.
-const HEAD_MAX: Duration = Duration::from_secs(10);
-/// A write that makes no progress.
-const WRITE_MAX: Duration = Duration::from_secs(60);
-/// Reading on after the last answer.
-const LINGER_MAX: Duration = Duration::from_secs(1);
+/// How long a client may take.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Patience {
+    /// From the first byte of a request to the end of its head.
+    pub head: Duration,
+    /// A write that makes no progress.
+    pub write: Duration,
+    /// Reading on after the last answer.
+    pub linger: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self { head: Duration::from_secs(10), write: Duration::from_secs(60), linger: Duration::from_secs(1) }
+    }
+}
 
 /// Where a connection stands between requests. Shared by the stream and the service on top of it.
 #[derive(Clone, Debug, Default)]
@@ -59,6 +69,7 @@ impl Drop for Busy {
 pub(crate) struct Connection<S> {
     stream: S,
     phase: Phase,
+    patience: Patience,
     head: Option<Pin<Box<Sleep>>>,
     write: Option<Pin<Box<Sleep>>>,
     linger: Option<Pin<Box<Sleep>>>,
@@ -67,8 +78,8 @@ pub(crate) struct Connection<S> {
 
 impl<S> Connection<S> {
     /// Watches `stream`; `phase` is told by the service when heads and answers are complete.
-    pub(crate) fn new(stream: S, phase: Phase) -> Self {
-        Self { stream, phase, head: None, write: None, linger: None, is_shut: false }
+    pub(crate) fn new(stream: S, phase: Phase, patience: Patience) -> Self {
+        Self { stream, phase, patience, head: None, write: None, linger: None, is_shut: false }
     }
 
     /// Passes a write's outcome on, unless it has been pending for too long.
@@ -77,7 +88,8 @@ impl<S> Connection<S> {
             self.write = None;
             return outcome;
         }
-        let clock = self.write.get_or_insert_with(|| Box::pin(sleep(WRITE_MAX)));
+        let limit = self.patience.write;
+        let clock = self.write.get_or_insert_with(|| Box::pin(sleep(limit)));
         ready!(clock.as_mut().poll(cx));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
@@ -92,7 +104,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Connection<S> {
             let is_first = buffer.filled().len() > before && this.phase.is(Phase::IDLE);
             if is_first {
                 this.phase.0.store(Phase::HEAD, Ordering::Relaxed);
-                this.head = Some(Box::pin(sleep(HEAD_MAX)));
+                this.head = Some(Box::pin(sleep(this.patience.head)));
             }
             return outcome;
         }
@@ -139,7 +151,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
             ready!(Pin::new(&mut this.stream).poll_shutdown(cx))?;
             this.is_shut = true;
         }
-        let clock = this.linger.get_or_insert_with(|| Box::pin(sleep(LINGER_MAX)));
+        let limit = this.patience.linger;
+        let clock = this.linger.get_or_insert_with(|| Box::pin(sleep(limit)));
         let mut scrap = [0u8; 4096];
         loop {
             if clock.as_mut().poll(cx).is_ready() {
@@ -151,5 +164,68 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Connection<S> {
                 _ => return Poll::Ready(Ok(())),
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+
+    use tokio::net::UnixStream;
+
+    use super::*;
+
+    fn short() -> Patience {
+        let moment = Duration::from_millis(100);
+        Patience { head: moment, write: moment, linger: moment }
+    }
+
+    async fn read(connection: &mut Connection<UnixStream>) -> io::Result<usize> {
+        let mut bytes = [0; 64];
+        let mut buffer = ReadBuf::new(&mut bytes);
+        poll_fn(|cx| Pin::new(&mut *connection).poll_read(cx, &mut buffer)).await?;
+        Ok(buffer.filled().len())
+    }
+
+    /// Writes until nothing more is taken; gives what was written before that.
+    async fn write_until_stuck(connection: &mut Connection<UnixStream>) -> (usize, io::Error) {
+        let mut written = 0;
+        loop {
+            match poll_fn(|cx| Pin::new(&mut *connection).poll_write(cx, &[7; 4096])).await {
+                Ok(count) => written += count,
+                Err(error) => return (written, error),
+            }
+        }
+    }
+
+    #[tokio::test]
+    async fn a_reader_that_takes_nothing_is_given_up_and_a_slow_one_is_not() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let mut connection = Connection::new(near, Phase::default(), short());
+        let slow = tokio::spawn(async move {
+            let mut piece = vec![0; 1 << 20];
+            for _ in 0..5 {
+                sleep(short().write / 2).await;
+                far.readable().await.unwrap();
+                let _ = far.try_read(&mut piece);
+            }
+            far
+        });
+        let (written, error) = write_until_stuck(&mut connection).await;
+        let _far = slow.await.unwrap();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert!(written > 5 << 12, "the slow reader was waited for: {written}");
+    }
+
+    #[tokio::test]
+    async fn a_head_has_its_time_and_an_idle_connection_any() {
+        let (near, far) = UnixStream::pair().unwrap();
+        let mut connection = Connection::new(near, Phase::default(), short());
+        let idle = tokio::time::timeout(short().head * 3, read(&mut connection)).await;
+        assert!(idle.is_err(), "nothing has begun, so nothing ends");
+        far.writable().await.unwrap();
+        far.try_write(b"GET ").unwrap();
+        assert_eq!(read(&mut connection).await.unwrap(), 4);
+        assert_eq!(read(&mut connection).await.unwrap_err().kind(), io::ErrorKind::TimedOut);
     }
 }

@@ -1,6 +1,6 @@
 //! Refusals as the API shows them: a closed list of codes, each with its status and type, and the error object.
 //!
-//! The table is the one of `docs/openai-api.md`, section "Errors". Messages are for the person who wrote the request:
+//! The table is the one of `docs/api.md`, section "Errors". Messages are for the person who wrote the request:
 //! they name what was sent and what is expected, never paths, keys or types of this program.
 
 use axum::Json;
@@ -165,13 +165,6 @@ impl ApiError {
     #[must_use]
     pub(crate) fn with(mut self, name: &str, value: impl Into<Value>) -> Self {
         self.0.extra.insert(name.to_owned(), value.into());
-        self
-    }
-
-    /// The same refusal under another code.
-    #[must_use]
-    pub(crate) fn coded(mut self, code: Code) -> Self {
-        self.0.code = code;
         self
     }
 

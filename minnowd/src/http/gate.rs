@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use axum::body::HttpBody;
 use axum::extract::{MatchedPath, Request, State};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use futures_util::FutureExt;
@@ -14,15 +14,16 @@ use tracing::{error, info};
 
 use super::error::{ApiError, Code};
 use super::metrics::Tally;
-use super::serve::Via;
-use super::{App, body, ids, serve};
+use super::serve::{OutsidePrefix, Via};
+use super::{App, body, cors, ids, not_found, serve};
 use crate::engine;
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// The longest request id taken over from a client.
 const REQUEST_ID_MAX: usize = 128;
-/// Routes that answer in any state of the server.
-const ALWAYS_OPEN: [&str; 4] = ["/health", "/v1/health", "/livez", "/metrics"];
+/// Routes that answer in any state of the server. So do paths without a route: files of a web UI.
+const ALWAYS_OPEN: [&str; 8] =
+    ["/health", "/v1/health", "/livez", "/metrics", "/openapi.json", "/", "/index.html", "/sw.js"];
 
 /// The id of a request, in its extensions and in its answer's `x-request-id`.
 #[derive(Clone, Debug)]
@@ -56,8 +57,12 @@ pub(crate) async fn pass(State(app): State<App>, mut request: Request, next: Nex
     let mut tally = Tally::new(app.metrics(), route.as_deref());
     let (method, path) = (request.method().clone(), request.uri().path().to_owned());
 
-    let mut response = match check(&app, &request) {
-        Ok(()) => match AssertUnwindSafe(next.run(request)).catch_unwind().await {
+    let origin = cors::allowed_origin(request.headers(), &app.options().cors_origins);
+    let forwarded = if app.options().trust_proxy { forwarded_for(request.headers()) } else { None };
+    let checked = check(&app, &request).map(|()| cors::preflight(&method, request.headers(), origin.as_ref()));
+    let mut response = match checked {
+        Ok(Some(preflight)) => preflight,
+        Ok(None) => match AssertUnwindSafe(next.run(request)).catch_unwind().await {
             Ok(response) => response,
             Err(_) => {
                 error!(id = id.as_str(), %method, path, "a handler panicked");
@@ -72,10 +77,14 @@ pub(crate) async fn pass(State(app): State<App>, mut request: Request, next: Nex
         path,
         status = response.status().as_u16(),
         ms = started.elapsed().as_millis() as u64,
+        forwarded,
         "answered"
     );
     let headers = response.headers_mut();
     headers.insert(REQUEST_ID, id.0);
+    if let Some(origin) = origin {
+        cors::permit(headers, origin);
+    }
     headers.insert(header::SERVER, HeaderValue::from_static("minnowd"));
     let status = response.status().as_u16();
     if response.body().size_hint().exact().is_some() {
@@ -90,10 +99,21 @@ fn check(app: &App, request: &Request) -> Result<(), ApiError> {
         check_host(request.headers(), &app.options().allow_hosts)?;
     }
     body::check_announced(request.headers(), app.options().max_body_bytes)?;
-    if ALWAYS_OPEN.contains(&request.uri().path()) {
+    if request.extensions().get::<OutsidePrefix>().is_some() {
+        return Err(not_found(request.method(), request.uri()));
+    }
+    let has_route = request.extensions().get::<MatchedPath>().is_some();
+    if !has_route || ALWAYS_OPEN.contains(&request.uri().path()) || request.method() == Method::OPTIONS {
         return Ok(());
     }
     app.check_state()
+}
+
+/// What a proxy says about the client, shortened. For the log only: anyone can write this header.
+fn forwarded_for(headers: &HeaderMap) -> Option<String> {
+    const SHOWN_MAX: usize = 100;
+    let value = headers.get("x-forwarded-for")?;
+    Some(String::from_utf8_lossy(value.as_bytes()).chars().filter(|c| !c.is_control()).take(SHOWN_MAX).collect())
 }
 
 impl App {

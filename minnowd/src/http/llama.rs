@@ -19,12 +19,12 @@ use crate::text::ChatInput;
 pub(crate) async fn props(State(app): State<App>) -> Result<Json<Value>, ApiError> {
     let session = app.session()?;
     let piece = |id: Option<u32>| id.map_or_else(String::new, |id| session.tokenizer.decode_with_specials(&[id]));
-    let ui = json!({});
+    let has_ui = app.options().ui_folder.is_some();
     Ok(Json(json!({
         "default_generation_settings": { "n_ctx": session.context, "params": default_params(session) },
         "total_slots": session.parallel,
         "model_alias": session.model_id,
-        "model_path": session.model_id,
+        "model_path": app.options().model_path.as_deref().unwrap_or(&session.model_id),
         "model_ftype": session.file_type,
         "modalities": { "vision": false, "audio": false, "video": false },
         "chat_template": session.template.source(),
@@ -41,14 +41,14 @@ pub(crate) async fn props(State(app): State<App>) -> Result<Json<Value>, ApiErro
         "build_info": format!("minnowd {}", crate::VERSION),
         "is_sleeping": false,
         "media_marker": "",
-        "endpoint_slots": true,
+        "endpoint_slots": app.options().slots,
         "endpoint_props": false,
         "endpoint_metrics": app.options().metrics,
         "cors_proxy_enabled": false,
-        "ui": ui,
-        "webui": ui,
-        "ui_settings": ui,
-        "webui_settings": ui,
+        "ui": has_ui,
+        "webui": has_ui,
+        "ui_settings": {},
+        "webui_settings": {},
         "minnow": own_props(&app, session),
     })))
 }
@@ -79,7 +79,7 @@ fn own_props(app: &App, session: &Session) -> Value {
     json!({
         "version": crate::VERSION,
         "block_size": session.config.block_size,
-        "limits": { "max_body_bytes": app.options().max_body_bytes, "max_context": session.context },
+        "limits": limits(app, session),
         "capabilities": {
             "logprobs": false, "n": 1, "response_format": "checked", "resumable_streams": true, "strict_tools": false,
         },
@@ -93,11 +93,29 @@ fn own_props(app: &App, session: &Session) -> Value {
     })
 }
 
+/// Every limit of `docs/api.md` that is a number.
+fn limits(app: &App, session: &Session) -> Value {
+    let streams = app.options().streams;
+    json!({
+        "max_body_bytes": app.options().max_body_bytes,
+        "max_context": session.context,
+        "parallel": session.parallel,
+        "queue_capacity": session.queue_capacity,
+        "stream_max_bytes": streams.bytes_max,
+        "stream_total_bytes": streams.all_bytes_max,
+        "stream_max_sessions": streams.sessions_max,
+        "stream_keep_seconds": streams.kept.as_secs(),
+    })
+}
+
 /// `GET /slots`, with `fail_on_no_slot=1` 503 if none is idle.
 pub(crate) async fn slots(
     State(app): State<App>,
     Query(query): Query<HashMap<String, String>>,
 ) -> Result<Json<Value>, ApiError> {
+    if !app.options().slots {
+        return Err(ApiError::new(Code::NotSupported, "slots are switched off"));
+    }
     let session = app.session()?;
     let slots = app.slots().describe(session.parallel, app.engine().health().active, session.context);
     let is_required = query.get("fail_on_no_slot").is_some_and(|value| value != "0");

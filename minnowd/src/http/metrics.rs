@@ -17,6 +17,7 @@ use minnow_common::BLOCK;
 
 use super::App;
 use super::error::{ApiError, Code};
+use crate::engine::runner::BATCH_SIZE_BOUNDS;
 use crate::engine::{Health, JobStats};
 use crate::session::Session;
 
@@ -208,7 +209,11 @@ fn engine_part(page: &mut Page, app: &App, session: &Session) {
     let busy = if counters.forwards == 0 { 0.0 } else { counters.sequence_forwards as f64 / counters.forwards as f64 };
     page.single("llamacpp:n_busy_slots_per_decode", "gauge", "Sequences in a forward batch, on average.", busy);
     page.name("minnow_batch_size", "histogram", "Sequences in a forward batch.");
-    // The engine keeps the number of batches and of sequences, and not how they were spread.
+    let mut up_to = 0;
+    for (bound, count) in BATCH_SIZE_BOUNDS.iter().zip(counters.batch_sizes) {
+        up_to += count;
+        page.sample("minnow_batch_size_bucket", &[("le", &bound.to_string())], up_to);
+    }
     page.sample("minnow_batch_size_bucket", &[("le", "+Inf")], counters.forwards);
     page.sample("minnow_batch_size_sum", &[], counters.sequence_forwards);
     page.sample("minnow_batch_size_count", &[], counters.forwards);

@@ -1,17 +1,20 @@
 //! The HTTP side: routes, request parsing, answers and event streams. Tokio stops here.
 //!
 //! A request is read once, strictly, into plain structs ([`openai`]), becomes a job for the engine ([`running`]), and
-//! its events become one JSON object ([`answer`]) or an event stream ([`stream`]). `docs/openai-api.md` lists routes,
+//! its events become one JSON object ([`answer`]) or an event stream ([`stream`]). `docs/api.md` lists routes,
 //! fields and errors.
 //!
 //! Always holds: every answer has an `x-request-id`; every refusal is a JSON error object; a client that goes away
 //! cancels its job, because whatever waits for a job sets its `Cancel` when dropped. A stream that belongs to a
 //! conversation is waited for by its session instead ([`sessions`]).
+//!
+//! `/` is a page for people ([`ui`]): our own, or a folder's.
 
 mod answer;
 mod attempts;
 mod body;
 mod connection;
+mod cors;
 mod error;
 mod fields;
 mod gate;
@@ -20,17 +23,20 @@ mod llama;
 mod metrics;
 mod models;
 mod openai;
+mod openapi;
 mod running;
 mod serve;
 mod sessions;
 mod slots;
 mod stream;
+mod ui;
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use axum::Router;
 use axum::extract::Request;
+use axum::http::{Method, Uri};
 use axum::middleware;
 use axum::routing::{any, get, post};
 use tokio::sync::watch;
@@ -39,27 +45,11 @@ use self::error::{ApiError, Code};
 use self::metrics::Metrics;
 use self::sessions::Sessions;
 use self::slots::Slots;
+use crate::config::HttpOptions;
 use crate::engine::EngineHandle;
 use crate::session::Session;
 
 pub use self::serve::{Listener, Shutdown, serve};
-
-/// How the server treats requests.
-#[derive(Clone, Debug)]
-pub struct HttpOptions {
-    /// Largest request body.
-    pub max_body_bytes: usize,
-    /// Serve requests for any model name.
-    pub any_model: bool,
-    /// Refuse request fields that are not known.
-    pub strict_requests: bool,
-    /// Further `Host` names that loopback listeners accept.
-    pub allow_hosts: Vec<String>,
-    /// Serve `/metrics`.
-    pub metrics: bool,
-    /// How often output that does not have the demanded form is made anew.
-    pub format_retries: usize,
-}
 
 /// What every handler sees. Cheap to clone.
 #[derive(Clone)]
@@ -85,11 +75,11 @@ impl App {
     pub fn new(engine: EngineHandle, options: HttpOptions) -> Self {
         let shared = Shared {
             engine,
+            sessions: Sessions::new(options.streams),
             options,
             session: OnceLock::new(),
             slots: Slots::default(),
             metrics: Arc::default(),
-            sessions: Sessions::default(),
             started: Instant::now(),
             shutdown: Shutdown::default(),
             cancelled: watch::Sender::new(false),
@@ -171,6 +161,7 @@ fn router(app: App) -> Router {
         .route("/v1/stream", get(sessions::replay).delete(sessions::stop))
         .route("/v1/streams/lookup", post(sessions::lookup))
         .route("/slots/{id}", any(not_supported))
+        .route("/openapi.json", get(openapi::show))
         .route("/tools", get(disabled).post(disabled))
         .route("/cors-proxy", get(disabled).post(disabled));
     for path in NOT_SUPPORTED {
@@ -178,7 +169,10 @@ fn router(app: App) -> Router {
     }
     router
         .method_not_allowed_fallback(method_not_allowed)
-        .fallback(not_found)
+        .route("/", get(ui::index))
+        .route("/index.html", get(ui::index))
+        .route("/sw.js", get(ui::service_worker))
+        .fallback(ui::file)
         .layer(middleware::from_fn_with_state(app.clone(), gate::pass))
         .with_state(app)
 }
@@ -213,6 +207,7 @@ async fn method_not_allowed(request: Request) -> ApiError {
     ApiError::new(Code::MethodNotAllowed, format!("{} is not allowed for {path}", request.method()))
 }
 
-async fn not_found(request: Request) -> ApiError {
-    ApiError::new(Code::NotFound, format!("there is no route {} {}", request.method(), request.uri().path()))
+/// The answer to a path that no route and no file has.
+fn not_found(method: &Method, uri: &Uri) -> ApiError {
+    ApiError::new(Code::NotFound, format!("there is no route {method} {}", uri.path()))
 }

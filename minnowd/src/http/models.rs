@@ -1,6 +1,7 @@
 //! Which model is served, and whether it can be used.
 
 use axum::Json;
+use axum::extract::rejection::PathRejection;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
@@ -78,8 +79,12 @@ pub(crate) async fn list(State(app): State<App>) -> Result<Json<Value>, ApiError
 }
 
 /// `GET /v1/models/{id}`
-pub(crate) async fn one(State(app): State<App>, Path(id): Path<String>) -> Result<Json<Value>, ApiError> {
+pub(crate) async fn one(
+    State(app): State<App>,
+    id: Result<Path<String>, PathRejection>,
+) -> Result<Json<Value>, ApiError> {
     let session = app.session()?;
+    let Ok(Path(id)) = id else { return Err(ApiError::new(Code::NotFound, "the path is not UTF-8")) };
     if id == session.model_id { Ok(Json(entry(session))) } else { Err(unknown(&id, session)) }
 }
 

@@ -41,6 +41,7 @@ impl Running {
             task: order.task,
             text: order.text,
             wants_progress: order.wants_progress,
+            is_watched: order.is_watched,
             events: sender,
             cancel: cancel.clone(),
         })?;

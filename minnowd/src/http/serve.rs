@@ -23,18 +23,14 @@ use tokio::sync::{Semaphore, mpsc, watch};
 use tracing::{debug, info, warn};
 
 use super::App;
-use super::connection::{Connection, Phase};
+use super::connection::{Connection, Patience, Phase};
 use crate::config::ListenAddress;
 
-/// Open connections; further ones wait in the backlog.
-const CONNECTIONS_MAX: usize = 1024;
 /// A connection without a request.
 const IDLE_MAX: Duration = Duration::from_secs(75);
 /// Bytes and headers of a request head.
 const HEAD_BYTES_MAX: usize = 32 << 10;
 const HEADERS_MAX: usize = 100;
-/// Who may connect to a Unix socket: owner and group.
-const SOCKET_MODE: u32 = 0o660;
 /// A pause after accepting failed, for example because there are no file descriptors left.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
@@ -58,18 +54,18 @@ impl Drop for SocketFile {
 }
 
 impl Listener {
-    /// Binds an address. A Unix socket's file that nobody listens on any more is replaced.
+    /// Binds an address. A Unix socket's file that nobody listens on any more is replaced; the new one gets `mode`.
     ///
     /// # Errors
     /// If the address cannot be bound.
-    pub async fn bind(address: &ListenAddress) -> io::Result<Self> {
+    pub async fn bind(address: &ListenAddress, mode: u32) -> io::Result<Self> {
         match address {
             ListenAddress::Tcp(address) => Ok(Self::Tcp(TcpListener::bind(address).await?)),
             ListenAddress::Unix(path) => {
                 remove_stale_socket(path).await?;
                 let listener = UnixListener::bind(path)?;
                 let file = SocketFile(path.clone());
-                std::fs::set_permissions(path, std::fs::Permissions::from_mode(SOCKET_MODE))?;
+                std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
                 Ok(Self::Unix(listener, file))
             }
         }
@@ -146,13 +142,20 @@ impl Shutdown {
     }
 }
 
-/// Serves `app` on every listener until [`Shutdown::wait`].
+/// Marks a request whose path does not lie below the prefix that all routes have.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct OutsidePrefix;
+
+/// Serves `app` on every listener until [`Shutdown::wait`], with at most `connections_max` connections open.
 ///
 /// # Errors
 /// If a listener does not know its address.
-pub async fn serve(listeners: Vec<Listener>, app: App) -> io::Result<()> {
+pub async fn serve(listeners: Vec<Listener>, app: App, connections_max: usize) -> io::Result<()> {
     let router = super::router(app.clone());
-    let permits = Arc::new(Semaphore::new(CONNECTIONS_MAX));
+    let prefix: Arc<str> = app.options().prefix.as_str().into();
+    // A listener that waits for a connection holds a permit. With one for each further listener, every one of them can
+    // have as many connections as are allowed.
+    let permits = Arc::new(Semaphore::new(connections_max + listeners.len().saturating_sub(1)));
     let mut tasks = tokio::task::JoinSet::new();
     for listener in listeners {
         let address = listener.address()?;
@@ -167,7 +170,13 @@ pub async fn serve(listeners: Vec<Listener>, app: App) -> io::Result<()> {
         };
         tasks.spawn(accept(
             listener,
-            Acceptor { router: router.clone(), permits: Arc::clone(&permits), shutdown: app.shutdown(), via },
+            Acceptor {
+                router: router.clone(),
+                prefix: Arc::clone(&prefix),
+                permits: Arc::clone(&permits),
+                shutdown: app.shutdown(),
+                via,
+            },
         ));
     }
     while tasks.join_next().await.is_some() {}
@@ -177,6 +186,7 @@ pub async fn serve(listeners: Vec<Listener>, app: App) -> io::Result<()> {
 /// What a listener's task needs.
 struct Acceptor {
     router: Router,
+    prefix: Arc<str>,
     permits: Arc<Semaphore>,
     shutdown: Shutdown,
     via: Via,
@@ -199,7 +209,9 @@ async fn accept(listener: Listener, acceptor: Acceptor) {
             }
         };
         let Some(open) = acceptor.shutdown.open_connections().clone() else { return };
-        let serving = serve_connection(stream, acceptor.router.clone(), acceptor.via, closing.clone());
+        let service =
+            Service { router: acceptor.router.clone(), prefix: Arc::clone(&acceptor.prefix), via: acceptor.via };
+        let serving = serve_connection(stream, service, closing.clone());
         tokio::spawn(async move {
             serving.await;
             drop((permit, open));
@@ -222,14 +234,39 @@ async fn next(listener: &Listener) -> io::Result<Box<dyn Stream>> {
     })
 }
 
-async fn serve_connection(stream: Box<dyn Stream>, router: Router, via: Via, mut closing: watch::Receiver<bool>) {
+/// What answers the requests of a connection.
+struct Service {
+    router: Router,
+    prefix: Arc<str>,
+    via: Via,
+}
+
+impl Service {
+    /// Routes know nothing of the prefix: it is taken off here.
+    fn strip_prefix(&self, request: &mut Request) {
+        if self.prefix.is_empty() {
+            return;
+        }
+        let target = request.uri().path_and_query().map_or("/", |target| target.as_str());
+        let inner = target.strip_prefix(&*self.prefix).filter(|rest| rest.starts_with('/'));
+        match inner.and_then(|inner| inner.parse().ok()) {
+            Some(uri) => *request.uri_mut() = uri,
+            None => {
+                request.extensions_mut().insert(OutsidePrefix);
+            }
+        }
+    }
+}
+
+async fn serve_connection(stream: Box<dyn Stream>, own: Service, mut closing: watch::Receiver<bool>) {
     let phase = Phase::default();
-    let io = TokioIo::new(Connection::new(stream, phase.clone()));
+    let io = TokioIo::new(Connection::new(stream, phase.clone(), Patience::default()));
     let service = service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
         let busy = phase.busy();
         let mut request: Request = request.map(Body::new);
-        request.extensions_mut().insert(via);
-        let answer = hyper::service::Service::call(&TowerToHyperService::new(router.clone()), request);
+        request.extensions_mut().insert(own.via);
+        own.strip_prefix(&mut request);
+        let answer = hyper::service::Service::call(&TowerToHyperService::new(own.router.clone()), request);
         async move {
             let answer = answer.await?;
             Ok::<_, Infallible>(answer.map(|body| with_guard(body, busy)))

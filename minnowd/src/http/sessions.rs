@@ -3,16 +3,16 @@
 //!
 //! A task of its own pulls the answer's bytes into the session's log, and every reader, the first client included, reads
 //! them from there. So what is replayed is what was sent, and a reader that goes away stops nothing. A session ends when
-//! its stream does, by `DELETE`, or when a new stream takes its id; it is forgotten [`KEPT`] after its end.
+//! its stream does, by `DELETE`, or when a new stream takes its id; it is forgotten some time after its end.
 //!
-//! Always holds: a log has at most [`LOG_BYTES_MAX`] bytes and all together at most [`ALL_BYTES_MAX`]; there are at most
-//! [`SESSIONS_MAX`] sessions. Finished ones make room, oldest first; after that a running one loses its oldest bytes.
+//! Always holds: logs and sessions stay within their [`StreamLimits`]. Finished ones make room, oldest first; after that
+//! a running one loses its oldest bytes.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::convert::Infallible;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Json;
 use axum::body::{Body, Bytes};
@@ -27,15 +27,8 @@ use tokio::sync::watch;
 use super::error::{ApiError, Code};
 use super::fields::{as_list, as_text};
 use super::{App, openai, stream};
+use crate::config::StreamLimits;
 
-/// Bytes kept of one stream.
-const LOG_BYTES_MAX: usize = 4 << 20;
-/// Bytes kept of all streams.
-const ALL_BYTES_MAX: usize = 128 << 20;
-/// Sessions kept.
-const SESSIONS_MAX: usize = 256;
-/// How long a session is kept after its end.
-const KEPT: Duration = Duration::from_secs(300);
 /// Bytes that a reader takes at once.
 const READ_BYTES_MAX: usize = 64 << 10;
 /// Bytes of a conversation's id.
@@ -46,11 +39,12 @@ const LOOKUP_IDS_MAX: usize = 10_000;
 const CONVERSATION_ID: &str = "x-conversation-id";
 
 /// All sessions. Cheap to clone.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub(crate) struct Sessions(Arc<Mutex<State>>);
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct State {
+    limits: StreamLimits,
     /// By number, which is their order of arrival.
     sessions: BTreeMap<u64, Session>,
     begun: u64,
@@ -91,6 +85,11 @@ enum Piece {
 }
 
 impl Sessions {
+    /// No session yet.
+    pub(crate) fn new(limits: StreamLimits) -> Self {
+        Self(Arc::new(Mutex::new(State::new(limits))))
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -159,6 +158,10 @@ impl Sessions {
 }
 
 impl State {
+    fn new(limits: StreamLimits) -> Self {
+        Self { limits, sessions: BTreeMap::new(), begun: 0, bytes: 0 }
+    }
+
     fn find(&self, id: &str) -> Option<u64> {
         self.sessions.iter().find(|(_, session)| session.conversation_id == id).map(|(&number, _)| number)
     }
@@ -170,7 +173,8 @@ impl State {
     }
 
     fn forget_old(&mut self) {
-        let is_old = |session: &Session| session.ended.is_some_and(|(_, ended)| ended.elapsed() > KEPT);
+        let kept = self.limits.kept;
+        let is_old = |session: &Session| session.ended.is_some_and(|(_, ended)| ended.elapsed() > kept);
         let old: Vec<u64> =
             self.sessions.iter().filter(|(_, session)| is_old(session)).map(|(&number, _)| number).collect();
         old.into_iter().for_each(|number| self.remove(number));
@@ -187,7 +191,7 @@ impl State {
         if let Some(number) = self.find(&id) {
             self.remove(number);
         }
-        if self.sessions.len() >= SESSIONS_MAX && !self.make_room() {
+        if self.sessions.len() >= self.limits.sessions_max && !self.make_room() {
             return None;
         }
         let number = self.begun;
@@ -207,11 +211,12 @@ impl State {
     }
 
     fn append(&mut self, number: u64, piece: &[u8]) {
-        while self.bytes + piece.len() > ALL_BYTES_MAX && self.make_room() {}
-        let free = ALL_BYTES_MAX.saturating_sub(self.bytes);
+        let StreamLimits { bytes_max, all_bytes_max, .. } = self.limits;
+        while self.bytes + piece.len() > all_bytes_max && self.make_room() {}
+        let free = all_bytes_max.saturating_sub(self.bytes);
         let Some(session) = self.sessions.get_mut(&number) else { return };
         let before = session.log.len();
-        let allowed = LOG_BYTES_MAX.min(before + free);
+        let allowed = bytes_max.min(before + free);
         // What does not fit any more: first of what is there, then of the piece itself.
         let excess = (before + piece.len()).saturating_sub(allowed);
         let of_log = excess.min(before);
@@ -332,7 +337,16 @@ pub(crate) async fn lookup(Shared(app): Shared<App>, request: Request) -> Result
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+
+    const LIMITS: StreamLimits = StreamLimits {
+        bytes_max: 4 << 20,
+        all_bytes_max: 128 << 20,
+        sessions_max: 256,
+        kept: Duration::from_secs(300),
+    };
 
     fn read(state: &State, number: u64, at: u64) -> Vec<u8> {
         match state.piece(number, at) {
@@ -343,7 +357,7 @@ mod tests {
 
     #[test]
     fn a_log_gives_bytes_from_any_position() {
-        let mut state = State::default();
+        let mut state = State::new(LIMITS);
         let (number, _alive) = state.open("a".to_owned()).unwrap();
         assert!(matches!(state.piece(number, 0), Piece::Wait(_)));
         state.append(number, b"hello ");
@@ -360,26 +374,26 @@ mod tests {
 
     #[test]
     fn a_long_log_loses_its_oldest_bytes() {
-        let mut state = State::default();
+        let mut state = State::new(LIMITS);
         let (number, _alive) = state.open("a".to_owned()).unwrap();
         for _ in 0..5 {
             state.append(number, &[7; 1 << 20]);
         }
         state.append(number, b"end");
         let session = &state.sessions[&number];
-        assert_eq!((session.log.len(), session.end()), (LOG_BYTES_MAX, (5 << 20) + 3));
-        assert_eq!(state.bytes, LOG_BYTES_MAX);
+        assert_eq!((session.log.len(), session.end()), (LIMITS.bytes_max, (5 << 20) + 3));
+        assert_eq!(state.bytes, LIMITS.bytes_max);
         assert!(matches!(state.piece(number, 5), Piece::Lost));
         assert_eq!(read(&state, number, 5 << 20), b"end");
-        state.append(number, &vec![1; LOG_BYTES_MAX + 9]);
-        assert_eq!(state.sessions[&number].end(), (5 << 20) + 3 + LOG_BYTES_MAX as u64 + 9);
-        assert_eq!(state.bytes, LOG_BYTES_MAX);
+        state.append(number, &vec![1; LIMITS.bytes_max + 9]);
+        assert_eq!(state.sessions[&number].end(), (5 << 20) + 3 + LIMITS.bytes_max as u64 + 9);
+        assert_eq!(state.bytes, LIMITS.bytes_max);
     }
 
     #[test]
     fn finished_sessions_make_room_for_new_ones() {
-        let mut state = State::default();
-        let opened: Vec<_> = (0..SESSIONS_MAX).map(|index| state.open(index.to_string()).unwrap()).collect();
+        let mut state = State::new(LIMITS);
+        let opened: Vec<_> = (0..LIMITS.sessions_max).map(|index| state.open(index.to_string()).unwrap()).collect();
         assert!(state.open("one more".to_owned()).is_none(), "a running one is never forgotten");
         state.finish(opened[3].0);
         assert!(state.open("one more".to_owned()).is_some());
@@ -388,11 +402,11 @@ mod tests {
 
     #[test]
     fn all_logs_together_are_bounded() {
-        let mut state = State::default();
+        let mut state = State::new(LIMITS);
         let opened: Vec<_> = (0..40).map(|index| state.open(index.to_string()).unwrap().0).collect();
         for &number in &opened {
-            state.append(number, &[7; LOG_BYTES_MAX]);
-            assert!(state.bytes <= ALL_BYTES_MAX);
+            state.append(number, &[7; LIMITS.bytes_max]);
+            assert!(state.bytes <= LIMITS.all_bytes_max);
         }
         state.finish(opened[0]);
         state.append(opened[39], b"x");

@@ -4,9 +4,10 @@
 //! for the next bytes only when the client has taken the last ones, so a slow client slows its own sequence down. When
 //! the client is gone the body is dropped, and with it the job.
 //!
-//! The order: role; progress (if wanted); refinement steps (if wanted) and text or calls; finish; usage (if wanted);
+//! The order: role; progress (if wanted); refinement steps and their cells (if wanted) and text or calls; finish; usage (if wanted);
 //! `[DONE]`. The last chunk before `[DONE]` always has `timings`.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, Bytes};
@@ -21,13 +22,20 @@ use super::attempts::Attempts;
 use super::openai::Extras;
 use super::running::report;
 use crate::engine::{BlockStats, Event, Finish};
+use crate::text::Tokenizer;
 
 /// A comment: what silence is broken with.
 const PING: &[u8] = b":\n\n";
 
 /// The bytes of an answer whose job has left the queue.
-pub(crate) fn bytes(attempts: Attempts, heading: Heading, extras: Extras) -> impl Stream<Item = Bytes> + Send {
+pub(crate) fn bytes(
+    attempts: Attempts,
+    heading: Heading,
+    extras: Extras,
+    tokenizer: Arc<Tokenizer>,
+) -> impl Stream<Item = Bytes> + Send {
     let mut chunks = Chunks::new(heading, extras, attempts.cached_tokens());
+    chunks.shows_cells_with = extras.refinements.then_some(tokenizer);
     let first = frames(chunks.begin());
     let state = Some((attempts, chunks, Some(first)));
     unfold(state, |state| async move {
@@ -91,6 +99,8 @@ struct Chunks {
     progress: Progress,
     /// Time spent on final blocks.
     blocks_time: Duration,
+    /// Turns ids of unfinished blocks into text, if these are shown.
+    shows_cells_with: Option<Arc<Tokenizer>>,
 }
 
 /// What the client was told about reading the prompt.
@@ -110,6 +120,7 @@ impl Chunks {
             timings: Timings { cached: cached_tokens, ..Timings::default() },
             progress: if is_told { Progress::At(cached_tokens) } else { Progress::Done },
             blocks_time: Duration::ZERO,
+            shows_cells_with: None,
             heading,
             extras,
         }
@@ -132,6 +143,14 @@ impl Chunks {
         match event {
             Event::Admitted { .. } => {}
             Event::Prefilled { processed, total, elapsed } => self.prefilled(processed.min(total), elapsed, &mut made),
+            Event::Refined(view) => {
+                self.end_progress(&mut made);
+                if let Some(tokenizer) = &self.shows_cells_with {
+                    let mut chunk = self.chunk(json!({}), Value::Null);
+                    chunk["minnow"] = json!({ "refinement": answer::refinement(&view, tokenizer) });
+                    made.push(chunk);
+                }
+            }
             Event::Step { block } => {
                 self.end_progress(&mut made);
                 if self.extras.timings {

@@ -5,7 +5,9 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde_json::{Map, Value, json};
 
+use super::table::On;
 use super::{Conversation, Draft, Format, Prepared, Settings, Tools, check_rest, prepare, respond};
+use crate::config::Unsupported;
 use crate::http::App;
 use crate::http::answer::Shape;
 use crate::http::error::{ApiError, Code};
@@ -38,26 +40,15 @@ struct ChatRequest {
 }
 
 impl ChatRequest {
-    fn read(mut fields: Fields, session: &Session) -> Result<Self, ApiError> {
+    fn read(mut fields: Fields, session: &Session, unsupported: Unsupported) -> Result<Self, ApiError> {
         let model = fields.text("model")?;
         let mut conversation = Conversation::read(&mut fields)?;
         let tools = Tools::read(&mut fields)?;
         let template_arguments = fields.map("chat_template_kwargs")?;
         let format = Format::read(&mut fields)?;
-        if fields.boolean("logprobs")? == Some(true) {
-            let message = "logprobs is not supported: a denoising model has no left-to-right probabilities";
-            return Err(ApiError::new(Code::UnsupportedParameter, message).at("logprobs"));
-        }
-        if fields.boolean("continue_final_message")? == Some(true) {
-            let message = "continue_final_message is not supported: a new assistant turn always begins";
-            return Err(ApiError::new(Code::UnsupportedParameter, message).at("continue_final_message"));
-        }
-        if fields.boolean("add_generation_prompt")? == Some(false) {
-            let message = "add_generation_prompt can only be true here; /apply-template renders without it";
-            return Err(ApiError::new(Code::UnsupportedValue, message).at("add_generation_prompt"));
-        }
-        let settings = Settings::read(&mut fields, &session.default_options)?;
+        let mut settings = Settings::read(&mut fields, On::Chat, &session.default_options, unsupported)?;
         let mut ignored = fields.rest();
+        ignored.append(&mut settings.ignored);
         ignored.append(&mut conversation.ignored);
         Ok(Self { model, conversation, tools, template_arguments, format, settings, ignored })
     }
@@ -65,7 +56,7 @@ impl ChatRequest {
 
 fn prepare_chat(app: &App, session: &Session, fields: Fields, request_id: String) -> Result<Prepared, ApiError> {
     let ChatRequest { model, mut conversation, tools, template_arguments, format, settings, ignored } =
-        ChatRequest::read(fields, session)?;
+        ChatRequest::read(fields, session, app.options().unsupported)?;
     check_rest(app, session, &ignored, model.as_deref())?;
     let opening = call_opening(session, &tools, conversation.calls)?;
     let mut text = OutputText::plain(&session.tokenizer, &settings.stops).ending_at(&session.stop_ids());
@@ -96,7 +87,8 @@ fn prepare_chat(app: &App, session: &Session, fields: Fields, request_id: String
         opened = text.begin_with(&session.tokenizer.encode(&opening).map_err(cannot_encode)?);
     }
     let prompt = session.tokenizer.encode_pieces(&rendered).map_err(cannot_encode)?;
-    Draft { shape: Shape::Chat, prompt, text, opened, settings, ignored, must_call, format }.settle(session, request_id)
+    Draft { shape: Shape::Chat, prompt, text, opened, settings, ignored, must_call, format }
+        .settle(app, session, request_id)
 }
 
 /// What a demanded call begins with, in the model's own form: as much as is certain. `calls_before` is the number of

@@ -4,6 +4,7 @@ use axum::extract::{Request, State};
 use axum::response::Response;
 use serde_json::Value;
 
+use super::table::On;
 use super::{Draft, Prepared, Settings, check_rest, respond};
 use crate::http::App;
 use crate::http::answer::Shape;
@@ -27,9 +28,9 @@ enum Prompt {
 fn prepare_text(app: &App, session: &Session, mut fields: Fields, request_id: String) -> Result<Prepared, ApiError> {
     let model = fields.text("model")?;
     let prompt = read_prompt(&mut fields, session.config.vocab_size)?;
-    refuse_unsupported(&mut fields)?;
-    let settings = Settings::read(&mut fields, &session.default_options)?;
-    let ignored = fields.rest();
+    let mut settings = Settings::read(&mut fields, On::Text, &session.default_options, app.options().unsupported)?;
+    let mut ignored = fields.rest();
+    ignored.append(&mut settings.ignored);
     check_rest(app, session, &ignored, model.as_deref())?;
     let prompt = match prompt {
         Prompt::Tokens(tokens) => tokens,
@@ -40,7 +41,7 @@ fn prepare_text(app: &App, session: &Session, mut fields: Fields, request_id: St
     };
     let text = OutputText::plain(&session.tokenizer, &settings.stops).ending_at(&session.stop_ids());
     Draft { shape: Shape::Text, prompt, text, opened: Vec::new(), settings, ignored, must_call: false, format: None }
-        .settle(session, request_id)
+        .settle(app, session, request_id)
 }
 
 fn read_prompt(fields: &mut Fields, vocabulary: usize) -> Result<Prompt, ApiError> {
@@ -73,23 +74,6 @@ pub(crate) fn read_tokens(path: &str, items: &[Value], vocabulary: usize) -> Res
     tokens.collect()
 }
 
-fn refuse_unsupported(fields: &mut Fields) -> Result<(), ApiError> {
-    let refuse = |name: &str, message: &str| {
-        Err(ApiError::new(Code::UnsupportedParameter, format!("{name} is not supported: {message}")).at(name))
-    };
-    if fields.text("suffix")?.is_some_and(|suffix| !suffix.is_empty()) {
-        return refuse("suffix", "text is only continued at its end");
-    }
-    if fields.integer("best_of", 1..=i64::MAX)?.is_some_and(|count| count > 1) {
-        return refuse("best_of", "only 1 is accepted");
-    }
-    match fields.take("logprobs") {
-        None | Some(Value::Bool(false)) => Ok(()),
-        Some(value) if value.as_f64() == Some(0.0) => Ok(()),
-        Some(_) => refuse("logprobs", "a denoising model has no left-to-right probabilities"),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use serde_json::{Map, json};
@@ -118,22 +102,6 @@ mod tests {
         ] {
             let error = read(bad.clone()).unwrap_err();
             assert!(error.body()["error"]["param"].as_str().unwrap().starts_with("prompt"), "{bad}");
-        }
-    }
-
-    #[test]
-    fn what_is_not_done_is_refused() {
-        let check = |value: Value| match value {
-            Value::Object(members) => refuse_unsupported(&mut Fields::new(members)),
-            _ => panic!("not an object"),
-        };
-        assert!(check(json!({"suffix": "", "best_of": 1, "logprobs": 0})).is_ok());
-        for (value, param) in [
-            (json!({"suffix": "x"}), "suffix"),
-            (json!({"best_of": 2}), "best_of"),
-            (json!({"logprobs": 3}), "logprobs"),
-        ] {
-            assert_eq!(check(value).unwrap_err().body()["error"]["param"], param);
         }
     }
 }

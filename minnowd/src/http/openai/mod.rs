@@ -9,6 +9,7 @@ pub(crate) mod completions;
 mod format;
 mod messages;
 mod settings;
+pub(crate) mod table;
 mod tools;
 
 use std::convert::Infallible;
@@ -58,6 +59,8 @@ pub(crate) struct Order {
     pub text: OutputText,
     /// Whether refinement events are wanted.
     pub wants_progress: bool,
+    /// Whether what each step does is shown.
+    pub is_watched: bool,
     /// The settings, as `/slots` shows them.
     pub settings: serde_json::Value,
     /// For the log.
@@ -82,10 +85,15 @@ const IGNORED_MAX: usize = 100;
 
 impl Draft {
     /// Settles limit and seed.
-    fn settle(self, session: &Session, request_id: String) -> Result<Prepared, ApiError> {
+    fn settle(self, app: &App, session: &Session, request_id: String) -> Result<Prepared, ApiError> {
         let Self { shape, prompt, text, opened, settings, mut ignored, must_call, format } = self;
         check_prompt(session, shape, &prompt)?;
         let room = room_after(session, prompt.len())?;
+        if let (true, Some(Limit::Tokens(tokens))) = (app.options().strict_limits, settings.limit)
+            && tokens > room
+        {
+            return Err(too_long(session, prompt.len(), &format!("and {tokens} more were asked for")));
+        }
         let max_new = match (settings.limit, session.default_max_tokens) {
             (Some(Limit::Tokens(tokens)), _) | (None, Some(tokens)) => tokens.min(room),
             (Some(Limit::Room), _) | (None, None) => room,
@@ -113,6 +121,7 @@ impl Draft {
             task: Task { prompt, max_new, options, seed, stop_ids, cache, language: None },
             text,
             wants_progress: settings.wants_progress(),
+            is_watched: settings.is_watched(),
             settings: described,
             request_id,
         };
@@ -141,15 +150,18 @@ fn room_after(session: &Session, prompt_tokens: usize) -> Result<usize, ApiError
     let context = session.context;
     match context.checked_sub(prompt_tokens) {
         Some(room) if room > 0 => Ok(room),
-        _ => {
-            let message = format!(
-                "This model's maximum context length is {context} tokens. However, your prompt has {prompt_tokens} \
-                 tokens, which leaves no room for an answer."
-            );
-            let error = ApiError::new(Code::ContextLength, message);
-            Err(error.with("n_prompt_tokens", prompt_tokens).with("n_ctx", context))
-        }
+        _ => Err(too_long(session, prompt_tokens, "which leaves no room for an answer")),
     }
+}
+
+/// Clients look for the beginning of this message, and for the two numbers.
+fn too_long(session: &Session, prompt_tokens: usize, why: &str) -> ApiError {
+    let context = session.context;
+    let message = format!(
+        "This model's maximum context length is {context} tokens. However, your prompt has {prompt_tokens} tokens, {why}."
+    );
+    let error = ApiError::new(Code::ContextLength, message);
+    error.with("n_prompt_tokens", prompt_tokens).with("n_ctx", context)
 }
 
 /// Reads a request's body and prepares it on a blocking thread.
@@ -188,7 +200,8 @@ async fn respond(
     if let Some(id) = &conversation {
         app.sessions().cancel_running(id);
     }
-    let bytes = stream::bytes(Attempts::start(app, order, format).await?, heading, extras);
+    let tokenizer = Arc::clone(&app.session()?.tokenizer);
+    let bytes = stream::bytes(Attempts::start(app, order, format).await?, heading, extras, tokenizer);
     Ok(stream::events(match conversation {
         Some(id) => app.sessions().record(id, bytes),
         None => Body::from_stream(bytes.map(Ok::<_, Infallible>)),

@@ -1,11 +1,13 @@
 //! The fields that every generating route shares: limits, sampling, diffusion, streaming, and those that are accepted
-//! without effect. The table is `docs/openai-api.md`, section "Fields".
+//! without effect ([`table`](super::table)).
 
 use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use super::table::{FIELDS, Fate, On, PING_SECONDS_MAX, STEPS_MAX};
 use crate::cache::Access;
+use crate::config::Unsupported;
 use crate::decoder::{Options, Preset};
 use crate::http::error::{ApiError, Code};
 use crate::http::fields::{Fields, as_text, wrong_type, wrong_value};
@@ -13,78 +15,8 @@ use crate::http::fields::{Fields, as_text, wrong_type, wrong_value};
 /// Stop strings of a request, and bytes of each.
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 1024;
-/// Most steps that any option may ask for; the decoder's own bound.
-const STEPS_MAX: i64 = 100_000;
 /// Seconds between pings of a silent stream, unless the request says otherwise.
 const PING_SECONDS: i64 = 30;
-
-/// Known fields of other servers that change nothing here.
-const WITHOUT_EFFECT: [&str; 27] = [
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "reasoning_effort",
-    "verbosity",
-    "reasoning_format",
-    "reasoning_control",
-    "thinking_budget_tokens",
-    "reasoning_budget_tokens",
-    "samplers",
-    "backend_sampling",
-    "repeat_last_n",
-    "dynatemp_exponent",
-    "xtc_threshold",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "dry_sequence_breakers",
-    "mirostat_tau",
-    "mirostat_eta",
-    "min_keep",
-    "n_keep",
-    "id_slot",
-];
-
-/// Values under which a field that is not supported asks for nothing.
-enum Neutral {
-    Number(f64),
-    NotAbove(f64),
-    Empty,
-    False,
-    Null,
-}
-
-/// Fields that are fine as long as they ask for nothing.
-const NEUTRAL: [(&str, Neutral); 24] = [
-    ("frequency_penalty", Neutral::Number(0.0)),
-    ("presence_penalty", Neutral::Number(0.0)),
-    ("repeat_penalty", Neutral::Number(1.0)),
-    ("min_p", Neutral::Number(0.0)),
-    ("typ_p", Neutral::Number(1.0)),
-    ("typical_p", Neutral::Number(1.0)),
-    ("dynatemp_range", Neutral::Number(0.0)),
-    ("xtc_probability", Neutral::Number(0.0)),
-    ("dry_multiplier", Neutral::Number(0.0)),
-    ("mirostat", Neutral::Number(0.0)),
-    ("top_n_sigma", Neutral::NotAbove(0.0)),
-    ("logit_bias", Neutral::Empty),
-    ("grammar", Neutral::Empty),
-    ("json_schema", Neutral::Null),
-    ("lora", Neutral::Empty),
-    ("echo", Neutral::False),
-    ("ignore_eos", Neutral::False),
-    ("functions", Neutral::Null),
-    ("function_call", Neutral::Null),
-    ("audio", Neutral::Null),
-    ("prediction", Neutral::Null),
-    ("web_search_options", Neutral::Null),
-    ("top_logprobs", Neutral::Number(0.0)),
-    ("n_probs", Neutral::Number(0.0)),
-];
 
 /// What a request says about generating.
 #[derive(Clone, Debug, PartialEq)]
@@ -103,6 +35,8 @@ pub(crate) struct Settings {
     pub stream: bool,
     /// What a stream shows besides text.
     pub extras: Extras,
+    /// Fields that ask for something that does not exist here, where that is ignored.
+    pub ignored: Vec<String>,
 }
 
 /// An output limit that the request gave.
@@ -123,17 +57,21 @@ pub(crate) struct Extras {
     pub progress: bool,
     /// `timings` on every chunk, and a chunk for each refinement step.
     pub timings: bool,
+    /// A chunk for each refinement step with every position of the block.
+    pub refinements: bool,
     /// Silence after which a comment is sent.
     pub ping: Option<Duration>,
 }
 
 impl Settings {
-    /// Takes the shared fields out; `defaults` are the server's options.
-    pub(crate) fn read(fields: &mut Fields, defaults: &Options) -> Result<Self, ApiError> {
-        refuse_unsupported(fields)?;
-        for name in WITHOUT_EFFECT {
-            fields.take(name);
-        }
+    /// Takes the shared fields out of a request of some kind; `defaults` are the server's options.
+    pub(crate) fn read(
+        fields: &mut Fields,
+        kind: On,
+        defaults: &Options,
+        unsupported: Unsupported,
+    ) -> Result<Self, ApiError> {
+        let ignored = take_inert(fields, kind, unsupported)?;
         Ok(Self {
             cache: match fields.boolean("cache_prompt")? {
                 Some(false) => Access::Private,
@@ -146,12 +84,18 @@ impl Settings {
             stops: read_stops(fields)?,
             stream: fields.boolean("stream")?.unwrap_or(false),
             extras: read_extras(fields)?,
+            ignored,
         })
     }
 
-    /// Whether refinement events are wanted.
+    /// Whether events about prompt and steps are wanted.
     pub(crate) fn wants_progress(&self) -> bool {
         self.stream && (self.extras.progress || self.extras.timings)
+    }
+
+    /// Whether what each step does is wanted.
+    pub(crate) fn is_watched(&self) -> bool {
+        self.stream && self.extras.refinements
     }
 }
 
@@ -274,54 +218,48 @@ fn read_extras(fields: &mut Fields) -> Result<Extras, ApiError> {
     if let Some(mut options) = fields.object("stream_options")? {
         usage = options.boolean("include_usage")?.unwrap_or(false);
     }
-    let seconds = fields.integer("sse_ping_interval", -1..=86_400)?.unwrap_or(PING_SECONDS);
+    let seconds = fields.integer("sse_ping_interval", -1..=PING_SECONDS_MAX)?.unwrap_or(PING_SECONDS);
     Ok(Extras {
         usage,
         progress: fields.boolean("return_progress")?.unwrap_or(false),
         timings: fields.boolean("timings_per_token")?.unwrap_or(false),
+        refinements: fields.boolean("return_refinements")?.unwrap_or(false),
         ping: u64::try_from(seconds).ok().filter(|&seconds| seconds > 0).map(Duration::from_secs),
     })
 }
 
-fn refuse_unsupported(fields: &mut Fields) -> Result<(), ApiError> {
-    for (name, neutral) in &NEUTRAL {
-        let Some(value) = fields.take(name) else { continue };
-        let asks_for_nothing = match (neutral, &value) {
-            (Neutral::Number(only), Value::Number(number)) => number.as_f64() == Some(*only),
-            (Neutral::NotAbove(most), Value::Number(number)) => number.as_f64().is_some_and(|number| number <= *most),
-            (Neutral::Empty, Value::String(text)) => text.is_empty(),
-            (Neutral::Empty, Value::Array(items)) => items.is_empty(),
-            (Neutral::Empty, Value::Object(members)) => members.is_empty(),
-            (Neutral::False, Value::Bool(flag)) => !flag,
-            _ => false,
-        };
-        if !asks_for_nothing {
-            let only = match neutral {
-                Neutral::Number(only) => format!("only {only} is accepted"),
-                Neutral::NotAbove(most) => format!("only values up to {most} are accepted"),
-                Neutral::Empty => "only an empty value is accepted".to_owned(),
-                Neutral::False => "only false is accepted".to_owned(),
-                Neutral::Null => "only null is accepted".to_owned(),
-            };
-            return Err(ApiError::new(Code::UnsupportedParameter, format!("{name} is not supported: {only}")).at(*name));
+/// Takes out what this kind of request accepts without effect. Gives the names of fields that are ignored although they
+/// ask for something.
+fn take_inert(fields: &mut Fields, kind: On, unsupported: Unsupported) -> Result<Vec<String>, ApiError> {
+    let mut ignored = Vec::new();
+    for field in FIELDS.iter().filter(|field| field.on.covers(kind)) {
+        match field.fate {
+            Fate::Honoured => {}
+            Fate::NoEffect => {
+                fields.take(field.name);
+            }
+            Fate::Neutral { only, binds } => match fields.take(field.name) {
+                Some(value) if !only.is_met_by(&value) => {
+                    if binds || unsupported == Unsupported::Refuse {
+                        let (name, only) = (field.name, only.describe());
+                        let message = format!("{name} is not supported: only {only} is accepted");
+                        return Err(ApiError::new(Code::UnsupportedParameter, message).at(name));
+                    }
+                    ignored.push(field.name.to_owned());
+                }
+                _ => {}
+            },
         }
     }
     if let Some(choices) = fields.integer("n", 1..=i64::MAX)?.filter(|&choices| choices > 1) {
         return Err(ApiError::new(Code::UnsupportedValue, format!("n is {choices}, only 1 is supported")).at("n"));
     }
-    match fields.take("modalities") {
-        None => {}
-        Some(Value::Array(items)) if items.iter().all(|item| item == "text") => {}
-        Some(other) => {
-            let error = wrong_value("modalities", &other, "must be [\"text\"]");
-            return Err(error.coded(Code::UnsupportedValue));
-        }
-    }
-    Ok(())
+    Ok(ignored)
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::table::Values;
     use super::*;
     use crate::decoder::Algorithm;
 
@@ -332,7 +270,8 @@ mod tests {
     fn read(value: Value) -> Result<(Settings, Vec<String>), ApiError> {
         let Value::Object(members) = value else { panic!("not an object") };
         let mut fields = Fields::new(members);
-        Settings::read(&mut fields, &defaults()).map(|settings| (settings, fields.rest()))
+        Settings::read(&mut fields, On::Text, &defaults(), Unsupported::Refuse)
+            .map(|settings| (settings, fields.rest()))
     }
 
     #[test]
@@ -429,6 +368,36 @@ mod tests {
     }
 
     #[test]
+    fn ranges_are_those_of_the_table() {
+        let mut read_here = 0;
+        for field in FIELDS.iter().filter(|field| field.fate == Fate::Honoured && field.name != "n") {
+            let (fine, wrong) = match field.values {
+                Values::Boolean => (vec![json!(true), json!(false)], vec![json!(1), json!("true")]),
+                Values::Integer(least, most) => {
+                    let above = most.checked_add(1).map(|above| json!(above));
+                    let wrong = [json!(least - 1), json!("1"), json!(0.5)].into_iter().chain(above);
+                    (vec![json!(least), json!(most)], wrong.collect())
+                }
+                Values::Number(least, most) => {
+                    (vec![json!(least), json!(most)], vec![json!(least - 0.1), json!(most + 0.1), json!("1")])
+                }
+                _ => continue,
+            };
+            for value in fine {
+                let (_, rest) = read(json!({ field.name: value })).unwrap_or_else(|error| panic!("{}", error.body()));
+                read_here += usize::from(rest.is_empty());
+            }
+            for value in wrong {
+                match read(json!({ field.name: value })) {
+                    Err(error) => assert_eq!(error.body()["error"]["param"], field.name),
+                    Ok((_, rest)) => assert_eq!(rest, [field.name], "read elsewhere, or not at all"),
+                }
+            }
+        }
+        assert!(read_here > 30, "{read_here}");
+    }
+
+    #[test]
     fn neutral_values_pass_and_unknown_fields_are_named() {
         let (_, rest) = read(json!({
             "n": 1, "frequency_penalty": 0, "repeat_penalty": 1.0, "logit_bias": {}, "grammar": "", "top_n_sigma": -1,
@@ -436,6 +405,20 @@ mod tests {
         }))
         .unwrap();
         assert_eq!(rest, ["frobnicate"]);
+    }
+
+    #[test]
+    fn unsupported_settings_can_be_ignored_but_not_those_that_bind_the_answer() {
+        let ignore = |value: Value| {
+            let Value::Object(members) = value else { panic!("not an object") };
+            Settings::read(&mut Fields::new(members), On::Chat, &defaults(), Unsupported::Ignore)
+                .map(|settings| settings.ignored)
+        };
+        assert_eq!(
+            ignore(json!({"min_p": 0.1, "mirostat": 2, "echo": false})),
+            Ok(vec!["min_p".to_owned(), "mirostat".to_owned()])
+        );
+        assert!(ignore(json!({"logit_bias": {"5": 1}})).is_err() && ignore(json!({"grammar": "x"})).is_err());
     }
 
     #[test]

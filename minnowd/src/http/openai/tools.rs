@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use crate::http::error::{ApiError, Code};
-use crate::http::fields::{Fields, wrong_type, wrong_value};
+use crate::http::fields::{Fields, as_list, as_text, wrong_type, wrong_value};
 
 /// Tools of a request, and bytes of their definitions together.
 const TOOLS_MAX: usize = 128;
@@ -41,9 +41,9 @@ impl Tools {
     pub(crate) fn read(fields: &mut Fields) -> Result<Self, ApiError> {
         let definitions = fields.list("tools")?.unwrap_or_default();
         check_definitions(&definitions)?;
-        let choice = fields.take("tool_choice").map(read_choice).transpose()?.unwrap_or_default();
+        let (choice, allowed) = fields.take("tool_choice").map(read_choice).transpose()?.unwrap_or_default();
         let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
-        Self { definitions, choice, parallel }.narrowed()
+        Self { definitions, choice, parallel }.narrowed(allowed)
     }
 
     /// Names of the tools the model sees.
@@ -69,8 +69,15 @@ impl Tools {
         }
     }
 
-    fn narrowed(mut self) -> Result<Self, ApiError> {
+    fn narrowed(mut self, allowed: Option<Vec<String>>) -> Result<Self, ApiError> {
         let refuse = |message| Err(ApiError::new(Code::InvalidValue, message).at("tool_choice"));
+        if let Some(allowed) = allowed {
+            if let Some(unknown) = allowed.iter().find(|allowed| !self.names().any(|name| name == allowed.as_str())) {
+                return refuse(format!("tool_choice allows \"{unknown}\", which is not among the tools"));
+            }
+            self.definitions
+                .retain(|definition| name(definition).is_some_and(|name| allowed.iter().any(|a| a == name)));
+        }
         match &self.choice {
             Choice::Auto => {}
             Choice::None => self.definitions.clear(),
@@ -154,29 +161,56 @@ fn check_definition<'a>(path: &str, definition: &'a Value) -> Result<&'a str, Ap
     Ok(name)
 }
 
-fn read_choice(value: Value) -> Result<Choice, ApiError> {
+/// What is to be done, and the names of the tools that are allowed if these are narrowed.
+fn read_choice(value: Value) -> Result<(Choice, Option<Vec<String>>), ApiError> {
     let expected = "must be \"auto\", \"none\", \"required\" or {\"type\":\"function\",\"function\":{\"name\":...}}";
     match &value {
         Value::String(word) => match word.as_str() {
-            "auto" => Ok(Choice::Auto),
-            "none" => Ok(Choice::None),
-            "required" => Ok(Choice::Required),
+            "auto" => Ok((Choice::Auto, None)),
+            "none" => Ok((Choice::None, None)),
+            "required" => Ok((Choice::Required, None)),
             _ => Err(wrong_value("tool_choice", &value, expected)),
         },
         Value::Object(_) if value["type"] == "function" => match &value["function"]["name"] {
-            Value::String(name) => Ok(Choice::Named(name.clone())),
+            Value::String(name) => Ok((Choice::Named(name.clone()), None)),
             _ => {
                 let path = "tool_choice.function.name";
                 Err(ApiError::new(Code::MissingParameter, format!("{path} is required")).at(path))
             }
         },
         Value::Object(_) if value["type"] == "allowed_tools" => {
-            let message = "tool_choice \"allowed_tools\" is not supported: leave the other tools out of tools instead";
-            Err(ApiError::new(Code::UnsupportedValue, message).at("tool_choice.type"))
+            let path = "tool_choice.allowed_tools";
+            let Value::Object(mut members) = value else { return Err(wrong_type(path, "an object", &value)) };
+            let inner = members.swap_remove("allowed_tools").filter(|inner| !inner.is_null());
+            let inner =
+                inner.ok_or_else(|| ApiError::new(Code::MissingParameter, format!("{path} is required")).at(path))?;
+            read_allowed(Fields::nested(path.to_owned(), inner)?)
         }
         Value::Object(_) => Err(wrong_value("tool_choice", &value, expected)),
         _ => Err(wrong_type("tool_choice", "a string or an object", &value)),
     }
+}
+
+/// `{"mode", "tools": [{"type": "function", "function": {"name"}}]}`
+fn read_allowed(mut fields: Fields) -> Result<(Choice, Option<Vec<String>>), ApiError> {
+    let mode = fields.required("mode")?;
+    let choice = match mode.as_str() {
+        Some("auto") => Choice::Auto,
+        Some("required") => Choice::Required,
+        _ => return Err(wrong_value(&fields.path("mode"), &mode, "must be \"auto\" or \"required\"")),
+    };
+    let path = fields.path("tools");
+    let tools = as_list(&path, fields.required("tools")?)?;
+    let names = tools.into_iter().enumerate().map(|(index, tool)| {
+        let mut tool = Fields::nested(format!("{path}[{index}]"), tool)?;
+        let kind = tool.required("type")?;
+        if kind != "function" {
+            return Err(wrong_value(&tool.path("type"), &kind, "must be \"function\""));
+        }
+        let mut function = Fields::nested(tool.path("function"), tool.required("function")?)?;
+        as_text(&function.path("name"), function.required("name")?)
+    });
+    Ok((choice, Some(names.collect::<Result<_, _>>()?)))
 }
 
 #[cfg(test)]
@@ -215,6 +249,13 @@ mod tests {
         assert_eq!(names(json!("none")).0, [""; 0]);
         assert_eq!(names(json!("required")), (vec!["a".to_owned(), "b".to_owned()], None));
         assert_eq!(names(named), (vec!["b".to_owned()], Some("b".to_owned())));
+        let allowed = |mode: &str, name: &str| {
+            let tools = json!([{"type": "function", "function": {"name": name}}]);
+            json!({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}})
+        };
+        assert_eq!(names(allowed("auto", "b")), (vec!["b".to_owned()], None));
+        assert_eq!(names(allowed("required", "a")), (vec!["a".to_owned()], Some("a".to_owned())));
+        assert!(read(json!({"tools": both, "tool_choice": allowed("auto", "c")})).is_err());
         let one = read(json!({"tools": [tool("a")], "tool_choice": "required"})).unwrap();
         assert_eq!(one.only(), Some("a"));
         assert!(read(json!({"tool_choice": "none"})).is_ok());
@@ -253,6 +294,15 @@ mod tests {
                 "tool_choice",
             ),
             (json!({"tool_choice": 5}), "tool_choice"),
+            (json!({"tool_choice": {"type": "allowed_tools"}}), "tool_choice.allowed_tools"),
+            (
+                json!({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}}}),
+                "tool_choice.allowed_tools.mode",
+            ),
+            (
+                json!({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function"}]}}}),
+                "tool_choice.allowed_tools.tools[0].function",
+            ),
             (json!({"parallel_tool_calls": "no"}), "parallel_tool_calls"),
         ] {
             assert_eq!(read(value.clone()).unwrap_err().body()["error"]["param"], param, "{value}");

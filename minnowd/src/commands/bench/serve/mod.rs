@@ -20,9 +20,9 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 use serde::Serialize;
 
-use crate::config::{DecodingDefaults, ListenAddress, ModelSource};
+use crate::config::{DecodingDefaults, HttpOptions, ListenAddress, ModelSource};
 use crate::engine::{self, EngineHandle, Health, QueueLimits};
-use crate::http::{App, HttpOptions, Listener};
+use crate::http::{App, Listener};
 use crate::session::{Loaded, Session};
 use clients::{Asked, Asker, Ending, Load, LongRead};
 use prompts::Prompts;
@@ -163,6 +163,11 @@ pub fn run(source: &ModelSource, decoding: &DecodingDefaults, plan: &Plan) -> an
     Ok(ExitCode::SUCCESS)
 }
 
+/// Only this program's clients connect, and these are fewer.
+const CONNECTIONS_MAX: usize = 4096;
+/// For Unix sockets; none is bound here.
+const SOCKET_MODE: u32 = 0o600;
+
 /// A server on a loopback port; gone when dropped.
 struct Served {
     address: std::net::SocketAddr,
@@ -172,22 +177,15 @@ struct Served {
 impl Served {
     fn start(engine: &EngineHandle, session: &Arc<Session>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("http").build()?;
-        let options = HttpOptions {
-            max_body_bytes: 8 << 20,
-            any_model: true,
-            strict_requests: false,
-            allow_hosts: Vec::new(),
-            metrics: true,
-            format_retries: 0,
-        };
+        let options = HttpOptions { any_model: true, format_retries: 0, ..HttpOptions::default() };
         let app = App::new(engine.clone(), options);
         let any_port = ListenAddress::Tcp(std::net::SocketAddr::from(([127, 0, 0, 1], 0)));
-        let listener = runtime.block_on(Listener::bind(&any_port))?;
+        let listener = runtime.block_on(Listener::bind(&any_port, SOCKET_MODE))?;
         let ListenAddress::Tcp(address) = listener.address()? else {
             bail!("a TCP port was bound, but the listener has another address");
         };
         app.ready(Arc::clone(session));
-        runtime.spawn(crate::http::serve(vec![listener], app));
+        runtime.spawn(crate::http::serve(vec![listener], app, CONNECTIONS_MAX));
         Ok(Self { address, _runtime: runtime })
     }
 }
