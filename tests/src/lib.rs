@@ -1,5 +1,7 @@
-//! The harness under the end-to-end tests: golden data, seeded tiny checkpoints, and the two programs as processes.
+//! The harness under the end-to-end tests: golden data, seeded tiny checkpoints, the two programs as processes, and a
+//! browser.
 
+pub mod browser;
 pub mod checkpoint;
 pub mod convert;
 pub mod golden;

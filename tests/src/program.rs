@@ -103,7 +103,8 @@ impl Server {
         let agent = ureq::Agent::config_builder().http_status_as_error(false).build().new_agent();
         let server = Self { child, address, agent };
         let started = Instant::now();
-        while server.get("/health").status != 200 {
+        let prefix = options.iter().skip_while(|option| **option != "--api-prefix").nth(1).unwrap_or(&"");
+        while server.get(&format!("{prefix}/health")).status != 200 {
             assert!(started.elapsed() < Self::READY_MAX, "minnowd does not become ready");
             std::thread::sleep(Duration::from_millis(20));
         }
