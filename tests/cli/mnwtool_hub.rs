@@ -196,7 +196,9 @@ fn fifty_cuts_change_no_byte_of_what_is_pushed() {
     noise(&scratch.path("out/noise.safetensors"), mib());
     let cuts = cut_fifty(&hub, "PUT");
     let report = run_done(&hub, &scratch, &["push", &scratch.text("out"), REPO, "--tries", "60"]);
-    assert_eq!(cuts.load(Ordering::Relaxed), 50);
+    // 64 MiB have parts for some fifteen of them; 1 GiB (`MINNOW_HUB_MIB=1024`) for all.
+    let wanted = if mib() < 1024 { 12 } else { 50 };
+    assert!((wanted..=50).contains(&cuts.load(Ordering::Relaxed)), "{cuts:?} of {wanted}");
     assert_eq!(sha256(&hub.bytes_of(REPO, "noise.safetensors")), sha256(&scratch.path("out/noise.safetensors")));
     assert_eq!(hub.commits(REPO), 2);
     let peak = report["peak_rss_bytes"].as_u64().expect("a count");
