@@ -228,23 +228,24 @@ fn sockets_and_connections_are_bounded_as_told() {
 fn resumable_streams_stay_within_the_limits_that_props_tell() {
     let limits = [
         "--stream-max-bytes",
-        "1000",
+        "3000",
         "--stream-max-sessions",
         "2",
         "--stream-total-bytes",
-        "5000",
+        "9000",
         "--stream-keep",
         "1",
     ];
     let server = Server::start(&limits);
     let told = server.get("/props").json()["minnow"]["limits"].clone();
-    assert_eq!((&told["stream_max_bytes"], &told["stream_max_sessions"]), (&json!(1000), &json!(2)));
-    assert_eq!((&told["stream_total_bytes"], &told["stream_keep_seconds"]), (&json!(5000), &json!(1)));
+    assert_eq!((&told["stream_max_bytes"], &told["stream_max_sessions"]), (&json!(3000), &json!(2)));
+    assert_eq!((&told["stream_total_bytes"], &told["stream_keep_seconds"]), (&json!(9000), &json!(1)));
     for id in ["a", "b", "c"] {
-        let body = asking("Goodbye!", json!({"stream": true})).to_string();
+        // Many small events, so that their reader keeps up with what is dropped behind it.
+        let body = asking("Goodbye!", json!({"stream": true, "timings_per_token": true, "threshold": 1})).to_string();
         let more = format!("X-Conversation-Id: {id}\r\nContent-Length: {}", body.len());
         let sent = server.raw(&[head(CHAT, &more), body.into_bytes()].concat());
-        assert!(sent.body.len() > 1000);
+        assert!(sent.body.len() > 3000);
     }
     let found = server.post("/v1/streams/lookup", &json!({"conversation_ids": ["a", "b", "c"]})).json();
     let ids: Vec<&str> =
@@ -252,7 +253,7 @@ fn resumable_streams_stay_within_the_limits_that_props_tell() {
     assert_eq!(ids, ["b", "c"], "the oldest made room");
     assert_error(&server.get("/v1/stream?conv_id=c&from=0"), 400, "stream_offset_lost", Some("from"));
     let samples = scrape(&server);
-    assert!(samples["minnow_stream_session_bytes"] <= 5000.0 && samples["minnow_stream_sessions"] == 2.0);
+    assert!(samples["minnow_stream_session_bytes"] <= 9000.0 && samples["minnow_stream_sessions"] == 2.0);
     std::thread::sleep(Duration::from_millis(1500));
     assert_eq!(server.post("/v1/streams/lookup", &json!({"conversation_ids": ["b", "c"]})).json(), json!([]));
 }
