@@ -316,7 +316,9 @@ fn text_of(answer: &Value) -> &Value {
 fn every_field_is_honoured_refused_or_listed_as_without_effect() {
     let server = server();
     let lenient = Server::start(&["--unsupported", "ignore"]);
-    for Row { field, on, fate, refused } in rows() {
+    // All of them take minutes: without `MINNOW_LONG`, the first dozen.
+    let asked = if std::env::var_os("MINNOW_LONG").is_some() { usize::MAX } else { 12 };
+    for Row { field, on, fate, refused } in rows().into_iter().take(asked) {
         for path in [CHAT, TEXT] {
             let ask = |value: &Value| {
                 let reply = server.post(path, &body(path, field, value));
