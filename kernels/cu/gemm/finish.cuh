@@ -44,6 +44,45 @@ struct OutTile {
     }
 };
 
+/// Puts the sums of all of `tile`, a `Tile` or `BulkTile`, into `values`: rounded, or through SwiGLU where rows g are gates.
+/// The scales are NVFP4's for the whole matrix, of rows g and of rows g+8.
+template <bool IS_GATED, class T, int WIDTH>
+__device__ __forceinline__ void put_tile(OutTile<WIDTH> values, T &tile, float upper_scale = 1.0f, float lower_scale = 1.0f) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    const int row = warp % T::WM * T::SW * 16, t = warp / T::WM * T::NT * 8 + 2 * c;
+#pragma unroll
+    for (int s = 0; s < T::SW; ++s) {
+#pragma unroll
+        for (int i = 0; i < T::NT; ++i) {
+            float(&sum)[4] = tile.warp.sum[s][i];
+            if constexpr (T::F::GLOBAL_SCALE) {
+                sum[0] *= upper_scale, sum[1] *= upper_scale, sum[2] *= lower_scale, sum[3] *= lower_scale;
+            }
+            if constexpr (IS_GATED) {
+                values.put_gated(sum, row / 2 + g + s * 8, t + i * 8);
+            } else {
+                values.put(sum, row + g + s * 16, t + i * 8);
+            }
+        }
+    }
+}
+
+/// Writes the sums of `tile`, as above, to `out + (first + token) * pitch + weight row`: of `count` tokens, and of the weight
+/// rows from `strip` on as far as there are, `n` in all.
+template <class T>
+__device__ __forceinline__ void store_sums(float *out, const T &tile, int first, int count, int strip, int n, int pitch) {
+    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    const int row = warp % T::WM * T::SW * 16 + g, t = warp / T::WM * T::NT * 8 + 2 * c;
+    for (int s = 0; s < T::SW; ++s) {
+        for (int i = 0; i < T::NT * 4; ++i) {
+            const int to = t + i / 4 * 8 + i % 2, from = strip * 16 + row + s * 16 + i % 4 / 2 * 8;
+            if (to < count && from < n) {
+                out[size_t(first + to) * pitch + from] = tile.warp.sum[s][i / 4][i % 4];
+            }
+        }
+    }
+}
+
 /// Where the best tokens of rows go: tokens, logits `[rows, tiles, 4]`, sums `[rows, tiles]`.
 struct Best {
     uint32_t *tokens;

@@ -18,7 +18,7 @@ __device__ __forceinline__ void linear(void *out, const bf16 *x, const uint8_t *
     const int strip = blockIdx.y * T::STRIPS, first = blockIdx.x * T::COLS, count = min(rows - first, T::COLS);
     T::begin(shared);
     if (threadIdx.x >= T::WORKERS) {
-            T::bring(shared, w, (n + 15) / 16, strip, x, count, k, [&] {
+        T::bring(shared, w, (n + 15) / 16, strip, x, count, k, [&] {
             wait_for_kernel_in_front();
             allow_kernel_behind();
         }, [&](int t) { return uint32_t(first + t); });
@@ -28,33 +28,13 @@ __device__ __forceinline__ void linear(void *out, const bf16 *x, const uint8_t *
     tile.multiply(shared, k);
     // What is overwritten below may still be read by the kernel in front, as far as these threads know.
     wait_for_kernel_in_front();
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-    const int row = warp % T::WM * T::SW * 16 + g, t = warp / T::WM * T::NT * 8 + 2 * c;
     if constexpr (WHAT == F32) {
-        for (int s = 0; s < T::SW; ++s) {
-            for (int i = 0; i < T::NT * 4; ++i) {
-                const int to = t + i / 4 * 8 + i % 2, from = strip * 16 + row + s * 16 + i % 4 / 2 * 8;
-                if (to < count && from < n) {
-                    static_cast<float *>(out)[size_t(first + to) * pitch + from] = tile.warp.sum[s][i / 4][i % 4];
-                }
-            }
-        }
-        return;
+        return store_sums(static_cast<float *>(out), tile, first, count, strip, n, pitch);
     }
     constexpr int WIDTH = WHAT == GATED ? T::ROWS / 2 : T::ROWS;
     static_assert(OutTile<WIDTH>::PITCH * 2 * T::COLS <= T::SHARED_BYTES);
     OutTile<WIDTH> values{reinterpret_cast<bf16 *>(shared)};
-#pragma unroll
-    for (int s = 0; s < T::SW; ++s) {
-#pragma unroll
-        for (int i = 0; i < T::NT; ++i) {
-            if constexpr (WHAT == GATED) {
-                values.put_gated(tile.warp.sum[s][i], (row - g) / 2 + g + s * 8, t + i * 8);
-            } else {
-                values.put(tile.warp.sum[s][i], row + s * 16, t + i * 8);
-            }
-        }
-    }
+    put_tile<WHAT == GATED>(values, tile);
     sync_first(T::WORKERS);
     const int columns = WHAT == GATED ? n / 2 : n, column = blockIdx.y * WIDTH;
     values.template store<T::WORKERS>(static_cast<bf16 *>(out) + column, pitch, count, columns - column,

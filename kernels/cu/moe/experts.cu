@@ -41,11 +41,4 @@ struct Many {
     EXPERTS(experts_few_down_##SUFFIX, FORMAT, Few, 4, DOWN)                                                           \
     EXPERTS(experts_many_gate_up_##SUFFIX, FORMAT, Many, 8, GATE_UP)                                                   \
     EXPERTS(experts_many_down_##SUFFIX, FORMAT, Many, 8, DOWN)
-ALL(bf16, Bf16)
-ALL(int8_32, Int8<32>)
-ALL(int8_64, Int8<64>)
-ALL(int8_128, Int8<128>)
-ALL(int4_32, Int4<32>)
-ALL(int4_64, Int4<64>)
-ALL(int4_128, Int4<128>)
-ALL(nvfp4, Nvfp4)
+FOR_EVERY_FORMAT(ALL)

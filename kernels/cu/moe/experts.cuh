@@ -21,6 +21,17 @@ struct Routes {
 
 enum Projection { GATE_UP, DOWN };
 
+/// `DO(suffix, format)` for every format that experts are stored in.
+#define FOR_EVERY_FORMAT(DO)                                                                                           \
+    DO(bf16, Bf16)                                                                                                     \
+    DO(int8_32, Int8<32>)                                                                                              \
+    DO(int8_64, Int8<64>)                                                                                              \
+    DO(int8_128, Int8<128>)                                                                                            \
+    DO(int4_32, Int4<32>)                                                                                              \
+    DO(int4_64, Int4<64>)                                                                                              \
+    DO(int4_128, Int4<128>)                                                                                            \
+    DO(nvfp4, Nvfp4)
+
 template <int N>
 struct Count {
     static constexpr int VALUE = N;
@@ -47,29 +58,12 @@ template <class T, Projection PROJECTION, class READY>
 __device__ __forceinline__ void expert_tile(uint8_t *shared, bf16 *out, const bf16 *x, const uint8_t *w, float upper_scale,
                                             float lower_scale, int strip, int count, int n, int k, const uint32_t *rows,
                                             const uint32_t *targets, READY ready) {
-    using F = typename T::F;
     T tile;
     tile.run(shared, w, (n + 15) / 16, strip, x, rows, count, k, ready);
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-    const int row = warp % T::WM * T::SW * 16, t = warp / T::WM * T::NT * 8 + 2 * c;
     constexpr int WIDTH = PROJECTION == GATE_UP ? T::ROWS / 2 : T::ROWS;
     static_assert(OutTile<WIDTH>::PITCH * 2 * T::COLS <= T::SHARED_BYTES);
     OutTile<WIDTH> values{reinterpret_cast<bf16 *>(shared)};
-#pragma unroll
-    for (int s = 0; s < T::SW; ++s) {
-#pragma unroll
-        for (int i = 0; i < T::NT; ++i) {
-            float(&sum)[4] = tile.warp.sum[s][i];
-            if constexpr (F::GLOBAL_SCALE) {
-                sum[0] *= upper_scale, sum[1] *= upper_scale, sum[2] *= lower_scale, sum[3] *= lower_scale;
-            }
-            if constexpr (PROJECTION == GATE_UP) {
-                values.put_gated(sum, row / 2 + g + s * 8, t + i * 8);
-            } else {
-                values.put(sum, row + g + s * 16, t + i * 8);
-            }
-        }
-    }
+    put_tile<PROJECTION == GATE_UP>(values, tile, upper_scale, lower_scale);
     __syncthreads();
     const int columns = PROJECTION == GATE_UP ? n / 2 : n, column = strip * 16 / (PROJECTION == GATE_UP ? 2 : 1);
     values.template store<T::THREADS>(out + column, columns, count, columns - column, [&](int token) { return targets[token]; });

@@ -27,7 +27,6 @@ template <class T, Projection PROJECTION, class ROW, class TARGET>
 __device__ __forceinline__ void bulk_tile(uint8_t *shared, bf16 *out, const bf16 *x, const uint8_t *w, float upper_scale,
                                           float lower_scale, int strip, int count, int n, int k, ROW row_of,
                                           TARGET target_of) {
-    using F = typename T::F;
     T::begin(shared);
     if (threadIdx.x >= T::WORKERS) {
         T::bring(shared, w, (n + 15) / 16, strip, x, count, k, [&] {
@@ -38,26 +37,10 @@ __device__ __forceinline__ void bulk_tile(uint8_t *shared, bf16 *out, const bf16
     }
     T tile;
     tile.multiply(shared, k);
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-    const int row = warp % T::WM * T::SW * 16, t = warp / T::WM * T::NT * 8 + 2 * c;
     constexpr int WIDTH = PROJECTION == GATE_UP ? T::ROWS / 2 : T::ROWS;
     static_assert(OutTile<WIDTH>::PITCH * 2 * T::COLS <= T::SHARED_BYTES);
     OutTile<WIDTH> values{reinterpret_cast<bf16 *>(shared)};
-#pragma unroll
-    for (int s = 0; s < T::SW; ++s) {
-#pragma unroll
-        for (int i = 0; i < T::NT; ++i) {
-            float(&sum)[4] = tile.warp.sum[s][i];
-            if constexpr (F::GLOBAL_SCALE) {
-                sum[0] *= upper_scale, sum[1] *= upper_scale, sum[2] *= lower_scale, sum[3] *= lower_scale;
-            }
-            if constexpr (PROJECTION == GATE_UP) {
-                values.put_gated(sum, row / 2 + g + s * 8, t + i * 8);
-            } else {
-                values.put(sum, row + g + s * 16, t + i * 8);
-            }
-        }
-    }
+    put_tile<PROJECTION == GATE_UP>(values, tile, upper_scale, lower_scale);
     // What is overwritten below may still be read by the kernel in front, as far as these threads know.
     wait_for_kernel_in_front();
     sync_first(T::WORKERS);
@@ -127,11 +110,4 @@ __device__ __forceinline__ void few(bf16 *out, const bf16 *x, Weights w, const u
 #define ALL(SUFFIX, FORMAT)                                                                                            \
     EXPERTS(experts_few_gate_up_##SUFFIX, FORMAT, GATE_UP)                                                             \
     EXPERTS(experts_few_down_##SUFFIX, FORMAT, DOWN)
-ALL(bf16, Bf16)
-ALL(int8_32, Int8<32>)
-ALL(int8_64, Int8<64>)
-ALL(int8_128, Int8<128>)
-ALL(int4_32, Int4<32>)
-ALL(int4_64, Int4<64>)
-ALL(int4_128, Int4<128>)
-ALL(nvfp4, Nvfp4)
+FOR_EVERY_FORMAT(ALL)

@@ -142,11 +142,4 @@ __device__ __forceinline__ void wide(bf16 *out, const bf16 *x, Weights w, Routes
 #define ALL(SUFFIX, FORMAT)                                                                                            \
     EXPERTS(experts_wide_gate_up_##SUFFIX, FORMAT, GATE_UP)                                                            \
     EXPERTS(experts_wide_down_##SUFFIX, FORMAT, DOWN)
-ALL(bf16, Bf16)
-ALL(int8_32, Int8<32>)
-ALL(int8_64, Int8<64>)
-ALL(int8_128, Int8<128>)
-ALL(int4_32, Int4<32>)
-ALL(int4_64, Int4<64>)
-ALL(int4_128, Int4<128>)
-ALL(nvfp4, Nvfp4)
+FOR_EVERY_FORMAT(ALL)
