@@ -54,24 +54,6 @@ impl TokenSet {
             *word &= !(1 << (id % 32));
         }
     }
-
-    /// Whether nothing is in it.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.words.iter().all(|&word| word == 0)
-    }
-}
-
-impl FromIterator<u32> for TokenSet {
-    fn from_iter<I: IntoIterator<Item = u32>>(ids: I) -> Self {
-        let mut words = Vec::new();
-        for id in ids {
-            let index = id as usize / 32;
-            words.resize(words.len().max(index + 1), 0);
-            words[index] |= 1 << (id % 32);
-        }
-        Self { words }
-    }
 }
 
 /// Why a language cannot be followed any further: it is too complex for its budgets.

@@ -155,7 +155,7 @@ impl<'a> Scores<'a> {
 
     /// The best token at a position that is not banned; at most three are.
     pub(super) fn best_except(&self, position: usize, banned: &[u32]) -> u32 {
-        self.rankings[position].best_except(banned).token
+        self.proposal(position, banned).token
     }
 
     /// The candidate at a position that stands there if nobody objects: the best token that is not banned.
@@ -213,7 +213,7 @@ impl<'a> Scores<'a> {
         uniforms: &mut dyn Uniforms,
     ) -> Vec<Scored> {
         let propose = |position| {
-            let Some(row) = self.row(position) else { return self.rankings[position].best_except(banned) };
+            let Some(row) = self.row(position) else { return self.proposal(position, banned) };
             let u = uniforms.uniform(Draw { purpose: Purpose::Sample, step: self.steps, position });
             if !is_wanted(position) {
                 return self.greedy(position);

@@ -52,7 +52,7 @@ pub enum GrammarError {
 /// Makes languages over one checkpoint's vocabulary.
 pub struct Grammars {
     tokenizer: Arc<Tokenizer>,
-    vocab_size: usize,
+    vocab_size: u32,
     special: SpecialTokens,
     /// Made when it is first needed, since it takes a moment and some megabytes.
     factory: OnceLock<Result<ParserFactory, String>>,
@@ -68,6 +68,8 @@ impl Grammars {
     /// For a model with `vocab_size` rows of logits. Outputs end with any of the stop ids of `special`.
     #[must_use]
     pub fn new(tokenizer: Arc<Tokenizer>, vocab_size: usize, special: SpecialTokens) -> Self {
+        #[expect(clippy::cast_possible_truncation, reason = "token ids are u32")]
+        let vocab_size = vocab_size as u32;
         Self { tokenizer, vocab_size, special, factory: OnceLock::new() }
     }
 
@@ -93,13 +95,10 @@ impl Grammars {
     fn factory(&self) -> Result<ParserFactory, String> {
         let refused = |error: anyhow::Error| format!("no grammars for this vocabulary: {error}");
         let unused = [Some(self.special.mask), self.special.delete, self.special.split];
-        #[expect(clippy::cast_possible_truncation, reason = "token ids are u32")]
-        let ids = 0..self.vocab_size as u32;
-        let words: Vec<Vec<u8>> =
-            ids.map(|id| if unused.contains(&Some(id)) { Vec::new() } else { self.word(id) }).collect();
+        let word = |id| if unused.contains(&Some(id)) { Vec::new() } else { self.word(id) };
+        let words: Vec<Vec<u8>> = (0..self.vocab_size).map(word).collect();
         let stop = &self.special.stop;
-        #[expect(clippy::cast_possible_truncation, reason = "token ids are u32")]
-        let trie = TokTrie::from(&TokRxInfo::new(self.vocab_size as u32, stop[0]), &words).with_eos_tokens(stop);
+        let trie = TokTrie::from(&TokRxInfo::new(self.vocab_size, stop[0]), &words).with_eos_tokens(stop);
         let environment: TokEnv = Arc::new(Environment { trie, tokenizer: Arc::clone(&self.tokenizer) });
         let capabilities = InferenceCapabilities { ff_tokens: true, ..InferenceCapabilities::default() };
         let slices = SlicedBiasComputer::general_slices();

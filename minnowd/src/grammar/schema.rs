@@ -27,9 +27,9 @@ const UNSUPPORTED: [&str; 19] = [
     "$vocabulary",
 ];
 
-/// Keywords whose value is a schema, a list of schemas, or schemas by name.
-const NESTED: [&str; 5] = ["items", "additionalItems", "additionalProperties", "contains", "not"];
-const LISTED: [&str; 4] = ["allOf", "anyOf", "oneOf", "prefixItems"];
+/// Supported keywords whose value may be a schema, a list of schemas, or schemas by name.
+const NESTED: [&str; 3] = ["items", "additionalItems", "additionalProperties"];
+const LISTED: [&str; 5] = ["allOf", "anyOf", "oneOf", "prefixItems", "items"];
 const NAMED: [&str; 4] = ["properties", "patternProperties", "$defs", "definitions"];
 
 /// The parser's own switches, which would let clients turn the enforcement off, and we use for [`WHITE_SPACE`].
@@ -44,7 +44,7 @@ const WHITE_SPACE: &str = r"\x20|\x0A[\x20\x09]{0,40}";
 
 /// The schema as the parser takes it, if it can enforce all of it.
 pub(super) fn enforceable(schema: &Value) -> Result<Value, GrammarError> {
-    check(schema, &mut String::new(), 0)?;
+    check(schema, "", 0)?;
     let mut members = match schema {
         Value::Object(members) => members.clone(),
         Value::Bool(true) => Map::new(),
@@ -54,33 +54,28 @@ pub(super) fn enforceable(schema: &Value) -> Result<Value, GrammarError> {
     Ok(Value::Object(members))
 }
 
-fn check(schema: &Value, path: &mut String, depth: usize) -> Result<(), GrammarError> {
+/// `path` leads to `schema`.
+fn check(schema: &Value, path: &str, depth: usize) -> Result<(), GrammarError> {
     let Value::Object(members) = schema else { return Ok(()) };
     if depth > DEPTH_MAX {
         return Err(GrammarError::Unusable(format!("the schema is nested deeper than {DEPTH_MAX}")));
     }
+    let step = |name: &str| if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") };
     if let Some(keyword) = UNSUPPORTED.iter().find(|keyword| constrains(members, keyword)) {
-        return Err(GrammarError::Keyword { path: joined(path, keyword) });
+        return Err(GrammarError::Keyword { path: step(keyword) });
     }
-    let mut visit = |step: String, schema: &Value| {
-        let length = path.len();
-        path.push_str(&step);
-        let checked = check(schema, path, depth + 1);
-        path.truncate(length);
-        checked
-    };
     for (name, value) in members {
-        let dot = if depth == 0 { "" } else { "." };
+        let keyword = name.as_str();
         match value {
-            Value::Object(_) if NESTED.contains(&name.as_str()) => visit(format!("{dot}{name}"), value)?,
-            Value::Array(list) if LISTED.contains(&name.as_str()) || name == "items" => {
+            Value::Object(_) if NESTED.contains(&keyword) => check(value, &step(name), depth + 1)?,
+            Value::Array(list) if LISTED.contains(&keyword) => {
                 for (index, value) in list.iter().enumerate() {
-                    visit(format!("{dot}{name}[{index}]"), value)?;
+                    check(value, &step(&format!("{name}[{index}]")), depth + 1)?;
                 }
             }
-            Value::Object(named) if NAMED.contains(&name.as_str()) => {
+            Value::Object(named) if NAMED.contains(&keyword) => {
                 for (key, value) in named {
-                    visit(format!("{dot}{name}.{key}"), value)?;
+                    check(value, &step(&format!("{name}.{key}")), depth + 1)?;
                 }
             }
             _ => {}
@@ -92,10 +87,6 @@ fn check(schema: &Value, path: &mut String, depth: usize) -> Result<(), GrammarE
 /// Whether a keyword is there and says something: `uniqueItems: false` does not.
 fn constrains(members: &Map<String, Value>, keyword: &str) -> bool {
     members.get(keyword).is_some_and(|value| *value != Value::Bool(false) || keyword == "not")
-}
-
-fn joined(path: &str, keyword: &str) -> String {
-    if path.is_empty() { keyword.to_owned() } else { format!("{path}.{keyword}") }
 }
 
 #[cfg(test)]
