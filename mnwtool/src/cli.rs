@@ -92,8 +92,8 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Com
             file: typed.file,
             workers: budget::worker_count(typed.workers),
             io: typed.io,
-            json: typed.json,
-            progress: !typed.no_progress,
+            json: typed.report.json,
+            progress: !typed.report.no_progress,
         })),
         TypedCommand::Extract(typed) => Ok(Command::Extract(extract::Options {
             file: typed.file,
@@ -102,8 +102,8 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Com
             float: typed.dtype.into(),
             shard_bytes_max: typed.shard_mib << 20,
             workers: budget::worker_count(typed.workers),
-            json: typed.json,
-            progress: !typed.no_progress,
+            json: typed.report.json,
+            progress: !typed.report.no_progress,
         })),
         TypedCommand::Synth(typed) => typed.meant().map(Command::Synth),
         TypedCommand::Publish(typed) => typed.meant(),
@@ -155,6 +155,17 @@ enum TypedCommand {
     Pull(TypedPull),
     /// Make a damaged .mnw file whole, fetching only what is damaged
     Repair(TypedRepair),
+}
+
+/// What a command that takes a while shows: shared by all of them.
+#[derive(Debug, Args)]
+struct TypedReport {
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+    /// Show no progress bar
+    #[arg(long)]
+    no_progress: bool,
 }
 
 /// How a hub is reached: shared by all commands that do. HF_ENDPOINT says which one, HF_TOKEN as whom.
@@ -216,12 +227,8 @@ struct TypedPublish {
     /// Threads that read, at most 64; 0 for one per CPU, at most 8
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
     workers: u64,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
-    /// Show no progress bar
-    #[arg(long)]
-    no_progress: bool,
+    #[command(flatten)]
+    report: TypedReport,
 }
 
 fn license_id(typed: &str) -> Result<String, String> {
@@ -238,11 +245,10 @@ fn exam(typed: &str) -> Result<(String, PathBuf), String> {
 
 impl TypedPublish {
     fn meant(self) -> Result<Command, Refused> {
-        let (workers, progress) = (budget::worker_count(self.workers), !self.no_progress);
+        let (workers, json) = (budget::worker_count(self.workers), self.report.json);
+        let progress = !self.report.no_progress;
         match (self.check, self.to) {
-            (Some(folder), _) => {
-                Ok(Command::CheckPublished(publish::CheckOptions { folder, workers, json: self.json, progress }))
-            }
+            (Some(folder), _) => Ok(Command::CheckPublished(publish::CheckOptions { folder, workers, json, progress })),
             (None, Some(folder)) => Ok(Command::Publish(publish::Options {
                 files: self.files,
                 folder,
@@ -255,7 +261,7 @@ impl TypedPublish {
                 exams: self.exam,
                 template: self.template,
                 workers,
-                json: self.json,
+                json,
                 progress,
             })),
             (None, None) => Err(Refused::Usage("publish needs --to DIR".to_owned())),
@@ -291,12 +297,8 @@ struct TypedPush {
     /// Threads that validate, at most 64; 0 for one per CPU, at most 8
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
     workers: u64,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
-    /// Show no progress bar
-    #[arg(long)]
-    no_progress: bool,
+    #[command(flatten)]
+    report: TypedReport,
 }
 
 /// Who sees a repository.
@@ -318,8 +320,8 @@ impl TypedPush {
             replace: self.replace,
             dry_run: self.dry_run,
             workers: budget::worker_count(self.workers),
-            json: self.json,
-            progress: !self.no_progress,
+            json: self.report.json,
+            progress: !self.report.no_progress,
         })
     }
 }
@@ -352,12 +354,8 @@ struct TypedPull {
     /// Replace files that are there with other bytes
     #[arg(long)]
     force: bool,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
-    /// Show no progress bar
-    #[arg(long)]
-    no_progress: bool,
+    #[command(flatten)]
+    report: TypedReport,
 }
 
 impl TypedPull {
@@ -371,8 +369,8 @@ impl TypedPull {
             tensors: self.tensors.map(|prefix| (prefix, self.dtype.into())),
             workers: budget::worker_count(self.workers),
             force: self.force,
-            json: self.json,
-            progress: !self.no_progress,
+            json: self.report.json,
+            progress: !self.report.no_progress,
         })
     }
 }
@@ -392,12 +390,8 @@ struct TypedRepair {
     /// Threads that look for damage, at most 64; 0 for one per CPU, at most 8
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
     workers: u64,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
-    /// Show no progress bar
-    #[arg(long)]
-    no_progress: bool,
+    #[command(flatten)]
+    report: TypedReport,
 }
 
 impl TypedRepair {
@@ -408,8 +402,8 @@ impl TypedRepair {
             from: self.from,
             dry_run: self.dry_run,
             workers: budget::worker_count(self.workers),
-            json: self.json,
-            progress: !self.no_progress,
+            json: self.report.json,
+            progress: !self.report.no_progress,
         })
     }
 }
@@ -513,12 +507,8 @@ struct TypedConvert {
     /// Replace an existing output, atomically, once the new file is complete
     #[arg(long)]
     force: bool,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
-    /// Show no progress bar
-    #[arg(long)]
-    no_progress: bool,
+    #[command(flatten)]
+    report: TypedReport,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -546,8 +536,8 @@ impl TypedConvert {
             journal_bytes: self.journal_mib << 20,
             sha256: !self.no_sha256,
             force: self.force,
-            json: self.json,
-            progress: !self.no_progress,
+            json: self.report.json,
+            progress: !self.report.no_progress,
         })
     }
 }
@@ -606,12 +596,8 @@ struct TypedCompare {
     /// How both are read: auto, uring, direct, buffered or mmap
     #[arg(long, value_name = "BACKEND", default_value = "auto")]
     io: IoBackend,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
-    /// Show no progress bar
-    #[arg(long)]
-    no_progress: bool,
+    #[command(flatten)]
+    report: TypedReport,
 }
 
 #[derive(Debug, Args)]
@@ -630,12 +616,8 @@ struct TypedExtract {
     /// Threads that decode, at most 64; 0 for one per CPU, at most 8
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(..=budget::WORKERS_MAX as u64), default_value = "0")]
     workers: u64,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
-    /// Show no progress bar
-    #[arg(long)]
-    no_progress: bool,
+    #[command(flatten)]
+    report: TypedReport,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -674,12 +656,8 @@ struct TypedSynth {
     /// Replace an existing output, atomically, once the new file is complete
     #[arg(long)]
     force: bool,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
-    /// Show no progress bar
-    #[arg(long)]
-    no_progress: bool,
+    #[command(flatten)]
+    report: TypedReport,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -710,8 +688,8 @@ impl TypedSynth {
             layers,
             workers: budget::worker_count(self.workers),
             force: self.force,
-            json: self.json,
-            progress: !self.no_progress,
+            json: self.report.json,
+            progress: !self.report.no_progress,
         })
     }
 }
