@@ -76,6 +76,22 @@ pub(crate) fn refused(arguments: &[&str], code: i32, words: &[&str]) -> String {
     assert_refusal(&output, code, words)
 }
 
+/// Runs `work` while a file system of 4 MiB lies at `mount`, which is made for it. Returns what `work` did and how many
+/// files it left there; `None` where nothing can be mounted, which is said.
+pub(crate) fn on_small_disk<T>(mount: &Path, work: impl FnOnce() -> T) -> Option<(T, usize)> {
+    std::fs::create_dir(mount).expect("a writable folder");
+    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=4m", "tmpfs"]).arg(mount).output();
+    if !mounted.is_ok_and(|output| output.status.success()) {
+        eprintln!("skipped: a 4 MiB tmpfs cannot be mounted here");
+        return None;
+    }
+    let done = work();
+    let left = std::fs::read_dir(mount).expect("a folder").count();
+    let unmounted = Command::new("umount").arg(mount).status();
+    assert!(unmounted.is_ok_and(|status| status.success()), "{} stays mounted", mount.display());
+    Some((done, left))
+}
+
 /// Checks exit code and message of a failed run.
 pub(crate) fn assert_refusal(output: &Output, code: i32, words: &[&str]) -> String {
     let message = stderr(output);

@@ -13,7 +13,8 @@ use minnow_tests::{checkpoint, golden};
 use serde_json::Value;
 
 use crate::mnwtool::{
-    SHARDED, SOURCE, Scratch, assert_refusal, done, done_json, edit_tensor, golden_path, refused, tensors,
+    SHARDED, SOURCE, Scratch, assert_refusal, done, done_json, edit_tensor, golden_path, on_small_disk, refused,
+    tensors,
 };
 
 const ENCODINGS: [&str; 4] = ["original", "int8", "int4", "nvfp4"];
@@ -51,18 +52,12 @@ fn too_little_space_is_told_in_numbers_before_the_first_byte() {
     let scratch = Scratch::new();
     let (source, mount) = (scratch.text("source.mnw"), scratch.path("small"));
     done(&["synth", &source, "--preset", "tiny"]);
-    std::fs::create_dir(&mount).expect("a writable folder");
-    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=4m", "tmpfs"]).arg(&mount).output();
-    if !mounted.is_ok_and(|output| output.status.success()) {
-        eprintln!("skipped: a 4 MiB tmpfs cannot be mounted here");
-        return;
-    }
     let target = mount.join("a.mnw");
-    let outputs = [&[][..], &["--dry-run"], &["--resume"]]
-        .map(|flags| program::mnwtool(&[&["convert", &source, text(&target)], flags].concat()));
-    let left = std::fs::read_dir(&mount).expect("a folder").count();
-    let unmounted = Command::new("umount").arg(&mount).status();
-    assert!(unmounted.is_ok_and(|status| status.success()), "{} stays mounted", mount.display());
+    let tried = on_small_disk(&mount, || {
+        [&[][..], &["--dry-run"], &["--resume"]]
+            .map(|flags| program::mnwtool(&[&["convert", &source, text(&target)], flags].concat()))
+    });
+    let Some((outputs, left)) = tried else { return };
     let needed =
         done_json(&["convert", &source, &scratch.text("b.mnw"), "--dry-run", "--json"])["file_bytes"].to_string();
     for output in &outputs {

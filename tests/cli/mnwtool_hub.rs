@@ -20,7 +20,7 @@ use minnow_tests::program::{self, stderr, stdout};
 use minnow_tests::{checkpoint, golden};
 use serde_json::Value;
 
-use crate::mnwtool::{Scratch, done, sha256};
+use crate::mnwtool::{Scratch, done, on_small_disk, sha256};
 
 const REPO: &str = "someone/tiny-mnw";
 const TOKEN: &str = "hf_tokenThatNobodyMaySee";
@@ -206,16 +206,20 @@ fn fifty_cuts_change_no_byte_of_what_is_pushed() {
     assert!(peak < 200 << 20, "{peak} bytes");
 }
 
+/// The second piece of a file never comes.
+fn cut_second_piece(hub: &FakeHub) {
+    hub.go_wrong(|seen| {
+        let is_second = seen.headers.get("range").is_some_and(|range| range.starts_with("bytes=8388608-"));
+        (seen.is_content && is_second).then_some(Fault::Cut(1000))
+    });
+}
+
 #[test]
 fn what_an_interrupted_pull_has_is_not_fetched_again() {
     let (hub, scratch) = (demo_hub(), Scratch::new());
     let to = scratch.text("to");
     let arguments = ["pull", REPO, "tiny.mnw", "--to", &to, "--connections", "1", "--tries", "1"];
-    // The second piece never comes.
-    hub.go_wrong(|seen| {
-        let is_second = seen.headers.get("range").is_some_and(|range| range.starts_with("bytes=8388608-"));
-        (seen.is_content && is_second).then_some(Fault::Cut(1000))
-    });
+    cut_second_piece(&hub);
     run_refused(&hub, &scratch, &arguments, &["tiny.mnw", "the connection broke"]);
     assert_eq!(names(&scratch.path("to")), BTreeSet::from([".tiny.mnw.part", ".tiny.mnw.ranges"].map(str::to_owned)));
 
@@ -252,10 +256,7 @@ fn pieces_of_another_file_are_not_used() {
     let (hub, scratch) = (demo_hub(), Scratch::new());
     let to = scratch.text("to");
     let arguments = ["pull", REPO, "tiny.mnw", "--to", &to, "--connections", "1", "--tries", "1"];
-    hub.go_wrong(|seen| {
-        let is_second = seen.headers.get("range").is_some_and(|range| range.starts_with("bytes=8388608-"));
-        (seen.is_content && is_second).then_some(Fault::Cut(1000))
-    });
+    cut_second_piece(&hub);
     run_refused(&hub, &scratch, &arguments, &["tiny.mnw"]);
     // The repository has another file by now.
     let other = scratch.text("other.mnw");
@@ -329,15 +330,9 @@ fn a_refusal_says_what_to_do_about_it() {
 fn a_full_disk_is_told_before_the_first_byte_is_fetched() {
     let (hub, scratch) = (demo_hub(), Scratch::new());
     let mount = scratch.path("small");
-    std::fs::create_dir(&mount).expect("a writable folder");
-    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=4m", "tmpfs"]).arg(&mount).output();
-    if !mounted.is_ok_and(|output| output.status.success()) {
-        eprintln!("skipped: a 4 MiB tmpfs cannot be mounted here");
-        return;
-    }
-    let output = run(&hub, &scratch, &["pull", REPO, "tiny.mnw", "--to", mount.to_str().expect("UTF-8")]);
-    let unmounted = Command::new("umount").arg(&mount).status();
-    assert!(unmounted.is_ok_and(|status| status.success()), "{} stays mounted", mount.display());
+    let to = mount.to_str().expect("UTF-8");
+    let tried = on_small_disk(&mount, || run(&hub, &scratch, &["pull", REPO, "tiny.mnw", "--to", to]));
+    let Some((output, _)) = tried else { return };
     let message = stderr(&output);
     assert!(output.status.code() == Some(1) && message.contains("ENOSPC") && message.contains("tiny.mnw"), "{message}");
     assert!(!hub.seen().iter().any(|seen| seen.is_content));

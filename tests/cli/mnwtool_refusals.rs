@@ -8,7 +8,7 @@ use minnow_tests::{checkpoint, golden, program};
 use serde_json::Value;
 
 use crate::mnwtool::{
-    SHARDED, SOURCE, Scratch, assert_refusal, done, edit_tensor, golden_path, refused, without_tensor,
+    SHARDED, SOURCE, Scratch, assert_refusal, done, edit_tensor, golden_path, on_small_disk, refused, without_tensor,
 };
 
 fn text(path: &Path) -> &str {
@@ -235,17 +235,9 @@ fn rules_that_look_like_mistakes_are_warned_about() {
 fn a_full_disk_is_told_and_leaves_nothing() {
     let scratch = Scratch::new();
     let mount = scratch.path("full");
-    std::fs::create_dir(&mount).expect("a writable folder");
-    let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=4m", "tmpfs"]).arg(&mount).output();
-    if !mounted.is_ok_and(|output| output.status.success()) {
-        eprintln!("skipped: a 4 MiB tmpfs cannot be mounted here");
-        return;
-    }
     let target = mount.join("a.mnw");
-    let output = program::mnwtool(&["synth", text(&target), "--preset", "tiny"]);
-    let left = std::fs::read_dir(&mount).expect("a folder").count();
-    let unmounted = Command::new("umount").arg(&mount).status();
-    assert!(unmounted.is_ok_and(|status| status.success()), "{} stays mounted", mount.display());
+    let tried = on_small_disk(&mount, || program::mnwtool(&["synth", text(&target), "--preset", "tiny"]));
+    let Some((output, left)) = tried else { return };
     assert_refusal(&output, 1, &[text(&target), "ENOSPC", "no space left on device"]);
     assert_eq!(left, 0);
 }
