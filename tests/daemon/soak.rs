@@ -1,7 +1,7 @@
 //! Many clients at once against the real program, well-behaved and otherwise: at the end nothing is held, memory has not
 //! grown, and every answer that was completed is the one its request gets alone.
 //!
-//! Twenty seconds by default; `MINNOW_SOAK_SECONDS` says how long.
+//! Twenty seconds by default, or longer on a machine that is slow to warm up; `MINNOW_SOAK_SECONDS` says how long.
 
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -15,7 +15,11 @@ const CHAT: &str = "/v1/chat/completions";
 const CLIENTS: usize = 64;
 /// Requests that clients send, and what each gets alone.
 const QUESTIONS: u64 = 24;
-/// Growth of resident memory, pages of the cache left out, after the first third: what the allocator may keep.
+/// Requests after which every thread, buffer and arena of the allocator has been used under load. A count and not a
+/// time, since a busy machine warms up slowly.
+const WARM_UP: usize = 1000;
+/// Growth of resident memory, pages of the cache left out, after the warm-up or the first third, whichever is later:
+/// what the allocator may keep.
 const GROWTH_MAX: f64 = 0.10;
 
 /// Question `index`: greedy or sampled, short or long, some with a long beginning in common, some with tools.
@@ -83,6 +87,18 @@ struct Seen {
     refused: AtomicUsize,
     aborted: AtomicUsize,
     bad: AtomicUsize,
+}
+
+impl Seen {
+    /// Completed, refused, aborted and bad requests so far.
+    fn counts(&self) -> [usize; 4] {
+        [&self.completed, &self.refused, &self.aborted, &self.bad].map(|count| count.load(Ordering::Relaxed))
+    }
+
+    /// Requests that have ended, in whatever way.
+    fn requests(&self) -> usize {
+        self.counts().iter().sum()
+    }
 }
 
 /// One client's life: each time at random one of the things that clients do.
@@ -195,20 +211,22 @@ fn clients_of_all_kinds_leave_the_server_as_they_found_it() {
             let (server, alone, seen, stop) = (&server, &alone, &seen, &stop);
             scope.spawn(move || client(server, number, alone, seen, stop));
         }
-        while started.elapsed() < soak_time() {
+        while started.elapsed() < soak_time() || seen.requests() < 2 * WARM_UP {
             std::thread::sleep((soak_time() / 40).min(Duration::from_secs(5)));
             // Pages of the cache become resident when they are first used, up to its budget; that is no growth.
             let pages = metric(&server, "minnow_kv_bytes{state=\"used\"}");
-            resident.push(metric(&server, "process_resident_memory_bytes") - pages);
+            let beside = metric(&server, "process_resident_memory_bytes") - pages;
+            resident.push((seen.requests(), beside));
         }
         stop.store(true, Ordering::Relaxed);
     });
     server.wait_idle(Duration::from_secs(60));
-    let counts = [&seen.completed, &seen.refused, &seen.aborted, &seen.bad].map(|count| count.load(Ordering::Relaxed));
-    let settled = resident.len() / 3;
-    let (early, late) = (resident[settled], resident[resident.len() - 1]);
+    let counts = seen.counts();
+    let settled = WARM_UP.max(seen.requests() / 3);
+    let (_, early) = *resident.iter().find(|(requests, _)| *requests >= settled).expect("samples after the warm-up");
+    let (_, late) = *resident.last().expect("samples");
     eprintln!(
-        "{:?}: {} completed, {} refused, {} aborted, {} bad; resident beside pages {:.1} MiB after a third, {:.1} MiB at the end",
+        "{:?}: {} completed, {} refused, {} aborted, {} bad; resident beside pages {:.1} MiB once warm, {:.1} MiB at the end",
         started.elapsed(),
         counts[0],
         counts[1],
