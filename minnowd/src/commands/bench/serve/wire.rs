@@ -102,7 +102,7 @@ mod tests {
 
     #[test]
     fn answers_are_read_by_length_and_by_chunks() {
-        let chunked = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata: {\"a\r\nd\r\n\":1}\n\ndata: \r\n8\r\n[DONE]\n\n\r\n0\r\n\r\nrest";
+        let chunked = "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n9\r\ndata: {\"a\r\nc\r\n\":1}\n\ndata: \r\n8\r\n[DONE]\n\n\r\n0\r\n\r\nrest";
         let mut events = Vec::new();
         let mut stream = chunked.as_bytes();
         assert_eq!(read_answer(&mut stream, &mut |data| events.push(data.to_owned())).unwrap(), 200);
