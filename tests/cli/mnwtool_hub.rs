@@ -252,6 +252,52 @@ fn what_an_interrupted_pull_has_is_not_fetched_again() {
 }
 
 #[test]
+fn a_pull_that_is_killed_again_and_again_ends_with_the_same_bytes() {
+    let (hub, scratch) = (FakeHub::new(), Scratch::new());
+    let source = scratch.path("noise.safetensors");
+    noise(&source, mib());
+    hub.put(REPO, "noise.safetensors", &source);
+    hub.require_token(TOKEN);
+    hub.hide(REPO);
+    let to = scratch.text("to");
+    let arguments = ["pull", REPO, "noise.safetensors", "--to", &to, "--connections", "1"];
+    // Each run gets some pieces, and is killed while it waits for the next or, every second time, while that one comes.
+    let rounds = 5;
+    let pieces_a_round = mib() / 8 / (rounds + 1);
+    for round in 0..rounds {
+        let given = AtomicU64::new(0);
+        let given_max = pieces_a_round + round % 2;
+        hub.forget();
+        hub.go_wrong(move |seen| {
+            let is_late = is_content(seen, "GET") && given.fetch_add(1, Ordering::Relaxed) >= given_max;
+            is_late.then_some(Fault::Status(503, Some(60)))
+        });
+        let mut child = command(&hub, &scratch, &arguments).env("HF_TOKEN", TOKEN).spawn().expect("mnwtool starts");
+        let asked = || hub.seen().iter().filter(|seen| is_content(seen, "GET")).count() as u64;
+        while asked() <= pieces_a_round {
+            assert!(child.try_wait().expect("a process").is_none(), "it ended by itself");
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        // What everyone on this machine may see of a process.
+        let title = std::fs::read_to_string(format!("/proc/{}/cmdline", child.id())).expect("a running process");
+        assert!(title.contains(REPO) && !title.contains(TOKEN), "{title}");
+        std::thread::sleep(Duration::from_millis(mix64(round) % 4));
+        child.kill().expect("a running process");
+        child.wait().expect("an end");
+        assert!(!names(&scratch.path("to")).contains("noise.safetensors"), "round {round}");
+    }
+    hub.go_wrong(|_| None);
+    let output = command(&hub, &scratch, &[&arguments[..], &["--json"]].concat()).env("HF_TOKEN", TOKEN).output();
+    let output = output.expect("mnwtool starts");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", stderr(&output)));
+    let resumed = report["files"][0]["resumed_bytes"].as_u64().expect("a count");
+    println!("{} MiB, killed {rounds} times: {} MiB were there at the end", mib(), resumed >> 20);
+    assert!(resumed >= (rounds * pieces_a_round) << 23, "{resumed} of {} MiB", mib());
+    assert_eq!(sha256(&scratch.path("to/noise.safetensors")), sha256(&source));
+    assert_eq!(names(&scratch.path("to")).len(), 1);
+}
+
+#[test]
 fn pieces_of_another_file_are_not_used() {
     let (hub, scratch) = (demo_hub(), Scratch::new());
     let to = scratch.text("to");
