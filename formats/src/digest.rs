@@ -43,7 +43,13 @@ pub fn sha256(file: &Arc<dyn ReadAt>, progress: &dyn Fn(u64)) -> Result<String, 
 /// The SHA-256 of bytes in memory, 64 lower-case digits.
 #[must_use]
 pub fn sha256_of(bytes: &[u8]) -> String {
-    hex(&Sha256::digest(bytes))
+    hex(&sha256_bytes(bytes))
+}
+
+/// The SHA-256 of bytes in memory.
+#[must_use]
+pub fn sha256_bytes(bytes: &[u8]) -> [u8; 32] {
+    Sha256::digest(bytes).into()
 }
 
 fn hex(digest: &[u8]) -> String {

@@ -1,25 +1,37 @@
 //! The command line: turns what was typed into what is meant. Nothing below this module knows `clap`.
+//!
+//! Options of `serve` can also stand in a file ([`file`]) and in the environment; precedence is command line,
+//! environment, file, default.
 
+mod file;
+mod manual;
+
+use std::ffi::OsString;
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::Context;
 use clap::error::ErrorKind;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
 use minnow_common::BLOCK;
-use minnow_formats::hub::{Address, AddressError, Settings};
+use minnow_formats::hub::{Address, AddressError, Settings as HubSettings};
 use minnow_formats::io::IoBackend;
 use minnow_kernels::cpu::Isa;
 
 use crate::commands;
 use crate::commands::bench::{Measure, Subject};
 use crate::config::{
-    CorsOrigin, DecodingDefaults, Device, HttpOptions, KeptPrefixes, ListenAddress, ModelSource, RemoteModel,
-    ServeConfig, StreamLimits, Unsupported, UsageError, VerifyPayload,
+    CorsOrigin, DecodingDefaults, Device, Exposure, HttpOptions, KeptPrefixes, ListenAddress, ModelSource, RemoteModel,
+    ServeConfig, StreamLimits, TlsFiles, Unsupported, UsageError, VerifyPayload,
 };
 use crate::decoder::{Algorithm, Preset};
 use crate::engine::QueueLimits;
+use crate::keys::{KeyDigest, KeySources};
 use crate::model::Need;
+use crate::supervisor::Supervisor;
 
 /// Serves LLaDA2.x block-diffusion language models over an OpenAI-compatible API.
 #[derive(Debug, Parser)]
@@ -41,6 +53,18 @@ enum Command {
     Verify(VerifyArgs),
     /// Measure how fast a model runs here, beside what this machine can do at best
     Bench(BenchArgs),
+    /// Print a script that completes this command line: bash, zsh, fish, elvish or powershell
+    Completions {
+        /// For which shell
+        #[arg(value_enum)]
+        shell: Shell,
+    },
+    /// Write the manual pages
+    Manual {
+        /// Into which folder
+        #[arg(value_name = "DIR")]
+        folder: PathBuf,
+    },
 }
 
 /// Which model, on what.
@@ -127,11 +151,18 @@ const PARALLEL_MAX: usize = 256;
 
 #[derive(Debug, Args)]
 struct ServeArgs {
+    /// Options in TOML, named as here; the command line and the environment win over it
+    #[arg(long, value_name = "FILE", env = "MINNOWD_CONFIG")]
+    config: Option<PathBuf>,
+    /// Print the options in effect as such a file, each with where it comes from, and end
+    #[arg(long)]
+    print_config: bool,
     #[command(flatten)]
     model: ModelArgs,
     #[command(flatten)]
     decoding: DecodingArgs,
-    /// Where to listen: HOST:PORT (port 0 chooses one) or unix:/path.sock; may be given several times
+    /// Where to listen: HOST:PORT (port 0 chooses one), unix:/path.sock, or systemd[:NAME] for sockets that systemd hands
+    /// over; may be given several times
     #[arg(long, value_name = "ADDR", default_value = "127.0.0.1:8080", env = "MINNOWD_LISTEN", value_delimiter = ',')]
     listen: Vec<ListenAddress>,
     /// Mode of the files of Unix sockets, octal
@@ -221,6 +252,27 @@ struct ServeArgs {
     /// Milliseconds that every forward waits, so that a fast model shows what a slow one would; for tests
     #[arg(long, value_name = "MS", default_value_t = 0, env = "MINNOWD_STEP_DELAY_MS")]
     step_delay_ms: u64,
+    /// Fail after so many forwards, as a broken device would; for tests
+    #[arg(long, value_name = "N", env = "MINNOWD_FAIL_AFTER_FORWARDS")]
+    fail_after_forwards: Option<u64>,
+    /// A key that requests must have; may be given several times. Others see it in the process list: a file is better
+    #[arg(long, value_name = "KEY", env = "MINNOWD_API_KEY", hide_env_values = true)]
+    api_key: Vec<String>,
+    /// Keys that requests must have, one a line, # begins a comment; read again on SIGHUP
+    #[arg(long, value_name = "FILE", env = "MINNOWD_API_KEY_FILE")]
+    api_key_file: Option<PathBuf>,
+    /// Allow keys of fewer than 16 bytes
+    #[arg(long, env = "MINNOWD_ALLOW_WEAK_KEYS")]
+    allow_weak_keys: bool,
+    /// Serve /metrics without a key
+    #[arg(long, env = "MINNOWD_METRICS_PUBLIC")]
+    metrics_public: bool,
+    /// Certificate chain of TCP listeners, PEM: they speak HTTPS; read again on SIGHUP
+    #[arg(long, value_name = "FILE", env = "MINNOWD_TLS_CERT")]
+    tls_cert: Option<PathBuf>,
+    /// Private key of the certificate, PEM
+    #[arg(long, value_name = "FILE", env = "MINNOWD_TLS_KEY")]
+    tls_key: Option<PathBuf>,
     /// Allow plain HTTP on addresses that are not loopback
     #[arg(long, env = "MINNOWD_INSECURE_PLAINTEXT")]
     insecure_plaintext: bool,
@@ -456,30 +508,67 @@ enum WayArg {
     Http,
 }
 
-/// Runs the program with the process's arguments.
+/// Runs the program with the process's arguments, and what its supervisor gave it.
 #[must_use]
-pub fn main() -> ExitCode {
-    let cli = match Cli::try_parse() {
-        Ok(cli) => cli,
+pub fn main(supervisor: Supervisor) -> ExitCode {
+    let parsed = match parse(&std::env::args_os().collect::<Vec<_>>()) {
+        Ok(parsed) => parsed,
         // Help and version go to stdout and are a success; everything else is wrong usage.
-        Err(error) if !error.use_stderr() => {
+        Err(Refused::Typed(error)) if !error.use_stderr() => {
             let _ = error.print();
             return ExitCode::SUCCESS;
         }
-        Err(error) => {
+        Err(Refused::Typed(error)) => {
             eprintln!("minnowd: {}", one_line(&error));
             return ExitCode::from(2);
         }
+        Err(Refused::File(error)) => {
+            eprintln!("minnowd: {error}");
+            return ExitCode::from(2);
+        }
     };
+    let cli = parsed.cli;
     let json_log = matches!(&cli.command, Command::Serve(args) if args.log_format == LogFormat::Json);
     start_log(json_log);
-    match run(cli.command) {
+    match run(cli.command, &parsed.settings, supervisor) {
         Ok(code) => code,
         Err(error) => {
             eprintln!("minnowd: {error:#}");
             ExitCode::from(if error.is::<UsageError>() { 2 } else { 1 })
         }
     }
+}
+
+/// A command line, and the settings it was made from.
+struct Parsed {
+    cli: Cli,
+    settings: Settings,
+}
+
+/// Where the values of options come from.
+struct Settings {
+    command: clap::Command,
+    matches: ArgMatches,
+    file: Option<file::Settings>,
+}
+
+enum Refused {
+    Typed(clap::Error),
+    File(UsageError),
+}
+
+fn parse(arguments: &[OsString]) -> Result<Parsed, Refused> {
+    let mut command = Cli::command();
+    let file = match file::named(&command, arguments) {
+        Some(path) => Some(file::Settings::read(&path, &command).map_err(Refused::File)?),
+        None => None,
+    };
+    if let Some(file) = &file {
+        command = file.beneath(command);
+    }
+    let matches = command.try_get_matches_from_mut(arguments).map_err(Refused::Typed)?;
+    let cli = Cli::from_arg_matches(&matches).map_err(Refused::Typed)?;
+    Ok(Parsed { cli, settings: Settings { command, matches, file } })
 }
 
 /// What is wrong with the command line, without the usage that follows it.
@@ -492,9 +581,20 @@ fn one_line(error: &clap::Error) -> String {
     message.trim_start_matches("error: ").lines().map(str::trim).collect::<Vec<_>>().join(" ")
 }
 
-fn run(command: Command) -> anyhow::Result<ExitCode> {
+fn run(command: Command, settings: &Settings, supervisor: Supervisor) -> anyhow::Result<ExitCode> {
     match command {
-        Command::Serve(args) => commands::serve::run(args.into_config()?),
+        Command::Serve(args) if args.print_config => {
+            args.into_config()?;
+            let Settings { command, matches, file } = settings;
+            let matches = matches.subcommand_matches("serve").context("serve was typed")?;
+            print(file::shown(command, matches, file.as_ref()).as_bytes())
+        }
+        Command::Completions { shell } => print(&manual::completions(Cli::command(), shell)),
+        Command::Manual { folder } => {
+            manual::write_pages(Cli::command(), &folder).with_context(|| folder.display().to_string())?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Serve(args) => commands::serve::run(args.into_config()?, supervisor),
         Command::Generate(args) => {
             let GenerateArgs { model, decoding, prompt, max_tokens, raw, system, form, json } = args;
             let form = form.form();
@@ -522,6 +622,11 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             commands::bench::serve::run(&args.model.into_source()?, &args.decoding.into_defaults()?, &plan)
         }
     }
+}
+
+fn print(text: &[u8]) -> anyhow::Result<ExitCode> {
+    std::io::stdout().write_all(text).context("standard output")?;
+    Ok(ExitCode::SUCCESS)
 }
 
 fn start_log(json: bool) {
@@ -613,7 +718,7 @@ impl ModelArgs {
         let remote = match self.model.as_ref().and_then(|path| path.to_str()) {
             Some(text) if text.starts_with(Address::PREFIX) => {
                 let address = text.parse().map_err(|error: AddressError| UsageError(format!("--model: {error}")))?;
-                let settings = Settings::from_environment(|name| std::env::var_os(name), None)
+                let settings = HubSettings::from_environment(|name| std::env::var_os(name), None)
                     .map_err(|error| UsageError(error.to_string()))?;
                 Some(RemoteModel { address, settings })
             }
@@ -661,17 +766,21 @@ impl DecodingArgs {
 
 impl ServeArgs {
     fn into_config(self) -> Result<ServeConfig, UsageError> {
-        for address in self.listen.iter().filter(|address| !address.is_private()) {
-            let missing = match (self.insecure_plaintext, self.insecure_no_auth) {
-                (true, true) => continue,
-                (false, true) => "--insecure-plaintext",
-                (true, false) => "--insecure-no-auth",
-                (false, false) => "--insecure-plaintext and --insecure-no-auth",
-            };
-            return Err(UsageError(format!(
-                "--listen {address} can be reached from other machines, and this version has neither TLS nor keys: \
-                 add {missing}, or listen on 127.0.0.1 or a unix socket behind a proxy"
-            )));
+        let given = self.api_key.iter().map(|key| KeyDigest::new(key, self.allow_weak_keys, "--api-key"));
+        let given = given.collect::<Result<_, _>>().map_err(|error| UsageError(error.to_string()))?;
+        let keys = KeySources { given, file: self.api_key_file, allows_weak: self.allow_weak_keys };
+        let tls = match (self.tls_cert, self.tls_key) {
+            (Some(certificate), Some(key)) => Some(TlsFiles { certificate, key }),
+            (None, None) => None,
+            (Some(_), None) => return Err(UsageError("--tls-cert needs --tls-key".to_owned())),
+            (None, Some(_)) => return Err(UsageError("--tls-key needs --tls-cert".to_owned())),
+        };
+        let exposure = Exposure {
+            is_private: tls.is_some() || self.insecure_plaintext,
+            is_guarded: keys.are_there() || self.insecure_no_auth,
+        };
+        for address in &self.listen {
+            exposure.check(address)?;
         }
         if self.parallel == 0 || self.parallel > PARALLEL_MAX {
             return Err(UsageError(format!("--parallel must be 1 to {PARALLEL_MAX}, not {}", self.parallel)));
@@ -697,6 +806,7 @@ impl ServeArgs {
             cors_origins: self.cors_origin,
             trust_proxy: self.trust_proxy,
             metrics: !self.no_metrics,
+            metrics_public: self.metrics_public,
             slots: !self.no_slots,
             format_retries: self.format_retries,
             streams: StreamLimits {
@@ -712,6 +822,9 @@ impl ServeArgs {
             source,
             decoding: self.decoding.into_defaults()?,
             listen: self.listen,
+            exposure,
+            keys,
+            tls,
             alias: self.alias,
             max_tokens: self.max_tokens,
             kept_prefixes: self
@@ -726,6 +839,7 @@ impl ServeArgs {
             socket_mode: self.socket_mode,
             connections_max: self.max_connections,
             step_delay: Duration::from_millis(self.step_delay_ms),
+            fail_after_forwards: self.fail_after_forwards,
             drain_timeout: Duration::from_secs(self.drain_timeout),
         })
     }
@@ -737,7 +851,6 @@ mod tests {
 
     #[test]
     fn the_command_line_is_consistent() {
-        use clap::CommandFactory;
         Cli::command().debug_assert();
     }
 
@@ -754,7 +867,7 @@ mod tests {
     }
 
     #[test]
-    fn listening_beyond_loopback_needs_both_flags() {
+    fn listening_beyond_loopback_needs_tls_and_a_key_or_both_flags() {
         let config = |extra: &[&str]| {
             let args = ["minnowd", "serve", "--listen", "0.0.0.0:8080"].iter().chain(extra).copied();
             match Cli::try_parse_from(args).unwrap().command {
@@ -762,8 +875,16 @@ mod tests {
                 _ => unreachable!("serve was typed"),
             }
         };
-        assert!(config(&[]).unwrap_err().0.contains("--insecure-plaintext and --insecure-no-auth"));
-        assert!(config(&["--insecure-plaintext"]).unwrap_err().0.contains("add --insecure-no-auth,"));
+        const KEY: [&str; 2] = ["--api-key", "0123456789abcdef"];
+        const TLS: [&str; 4] = ["--tls-cert", "c.pem", "--tls-key", "k.pem"];
+        assert!(config(&[]).unwrap_err().0.contains("add --tls-cert"));
+        assert!(config(&["--insecure-plaintext"]).unwrap_err().0.contains("add --api-key-file"));
+        assert!(config(&KEY).unwrap_err().0.contains("add --tls-cert"));
+        assert!(config(&TLS).unwrap_err().0.contains("add --api-key-file"));
         assert!(config(&["--insecure-plaintext", "--insecure-no-auth"]).is_ok());
+        assert!(config(&[&KEY[..], &TLS].concat()).is_ok());
+        let message = config(&["--insecure-plaintext", "--api-key", "short"]).unwrap_err().0;
+        assert!(message.contains("--allow-weak-keys") && !message.contains("short"), "{message}");
+        assert_eq!(config(&["--tls-cert", "c.pem"]).unwrap_err().0, "--tls-cert needs --tls-key");
     }
 }

@@ -13,6 +13,7 @@ use thiserror::Error;
 
 use crate::decoder::{Algorithm, OptionError, Options, Preset};
 use crate::engine::QueueLimits;
+use crate::keys::KeySources;
 
 /// What was typed does not make sense; exit code 2.
 #[derive(Debug, Error)]
@@ -150,6 +151,12 @@ pub struct ServeConfig {
     pub decoding: DecodingDefaults,
     /// Where to listen; at least one.
     pub listen: Vec<ListenAddress>,
+    /// What may be listened on.
+    pub exposure: Exposure,
+    /// Who may ask.
+    pub keys: KeySources,
+    /// The certificate of TCP listeners; without one they speak plain HTTP.
+    pub tls: Option<TlsFiles>,
     /// The model's name in the API.
     pub alias: Option<String>,
     /// Default output limit of a request.
@@ -166,6 +173,8 @@ pub struct ServeConfig {
     pub connections_max: usize,
     /// How long every forward waits before it begins; for tests.
     pub step_delay: Duration,
+    /// After how many forwards the worker fails; for tests.
+    pub fail_after_forwards: Option<u64>,
     /// How long running requests may take after the first signal.
     pub drain_timeout: Duration,
 }
@@ -193,6 +202,8 @@ pub struct HttpOptions {
     pub trust_proxy: bool,
     /// Serve `/metrics`.
     pub metrics: bool,
+    /// Serve `/metrics` to those who have no key, too.
+    pub metrics_public: bool,
     /// Serve `/slots`.
     pub slots: bool,
     /// How often output that does not have the demanded form is made anew.
@@ -218,6 +229,7 @@ impl Default for HttpOptions {
             cors_origins: Vec::new(),
             trust_proxy: false,
             metrics: true,
+            metrics_public: false,
             slots: true,
             format_retries: 1,
             streams: StreamLimits {
@@ -310,6 +322,43 @@ pub struct KeptPrefixes {
     pub bytes_max: u64,
 }
 
+/// A certificate and its key, as PEM files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TlsFiles {
+    /// The certificate, followed by those that lead to an authority.
+    pub certificate: PathBuf,
+    /// The private key.
+    pub key: PathBuf,
+}
+
+/// What the operator took care of, or took responsibility for, before other machines are let in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exposure {
+    /// Whether nobody can listen in: TLS, or the operator says that plain HTTP is fine.
+    pub is_private: bool,
+    /// Whether not everybody is served: keys, or the operator says that everybody may.
+    pub is_guarded: bool,
+}
+
+impl Exposure {
+    /// Whether `address` may be listened on.
+    pub fn check(self, address: &ListenAddress) -> Result<(), UsageError> {
+        const PRIVATE: &str = "--tls-cert and --tls-key (or --insecure-plaintext)";
+        const GUARDED: &str = "--api-key-file (or --insecure-no-auth)";
+        let missing = match (self.is_private, self.is_guarded) {
+            _ if address.is_private() => return Ok(()),
+            (true, true) => return Ok(()),
+            (false, true) => PRIVATE.to_owned(),
+            (true, false) => GUARDED.to_owned(),
+            (false, false) => format!("{PRIVATE} and {GUARDED}"),
+        };
+        Err(UsageError(format!(
+            "--listen {address} can be reached from other machines: add {missing}, or listen on 127.0.0.1 or a unix \
+             socket behind a proxy"
+        )))
+    }
+}
+
 /// An address to listen on.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ListenAddress {
@@ -317,10 +366,12 @@ pub enum ListenAddress {
     Tcp(SocketAddr),
     /// A Unix socket.
     Unix(PathBuf),
+    /// Sockets that the supervisor hands over: those of a name, or all.
+    Systemd(Option<String>),
 }
 
 impl ListenAddress {
-    /// Whether only this machine can reach it.
+    /// Whether only this machine can reach it. What is handed over is asked again when its address is known.
     #[must_use]
     pub fn is_private(&self) -> bool {
         match self {
@@ -328,7 +379,7 @@ impl ListenAddress {
                 IpAddr::V4(ip) => ip.is_loopback(),
                 IpAddr::V6(ip) => ip.is_loopback() || ip.to_ipv4_mapped().is_some_and(|ip| ip.is_loopback()),
             },
-            Self::Unix(_) => true,
+            Self::Unix(_) | Self::Systemd(_) => true,
         }
     }
 }
@@ -340,8 +391,19 @@ impl FromStr for ListenAddress {
         if let Some(path) = text.strip_prefix("unix:") {
             return if path.is_empty() { Err("unix: needs a path".to_owned()) } else { Ok(Self::Unix(path.into())) };
         }
-        let mut addresses =
-            text.to_socket_addrs().map_err(|error| format!("expected HOST:PORT or unix:PATH: {error}"))?;
+        if text == "systemd" {
+            return Ok(Self::Systemd(None));
+        }
+        if let Some(name) = text.strip_prefix("systemd:") {
+            return if name.is_empty() {
+                Err("systemd: needs a name".to_owned())
+            } else {
+                Ok(Self::Systemd(Some(name.into())))
+            };
+        }
+        let mut addresses = text
+            .to_socket_addrs()
+            .map_err(|error| format!("expected HOST:PORT, unix:PATH or systemd[:NAME]: {error}"))?;
         addresses.next().map(Self::Tcp).ok_or_else(|| "the host has no address".to_owned())
     }
 }
@@ -351,6 +413,8 @@ impl fmt::Display for ListenAddress {
         match self {
             Self::Tcp(address) => address.fmt(f),
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
+            Self::Systemd(None) => f.write_str("systemd"),
+            Self::Systemd(Some(name)) => write!(f, "systemd:{name}"),
         }
     }
 }
@@ -361,13 +425,35 @@ mod tests {
 
     #[test]
     fn addresses_parse_and_show() {
-        for text in ["127.0.0.1:8080", "[::1]:0", "unix:/run/minnowd.sock", "0.0.0.0:80"] {
+        for text in
+            ["127.0.0.1:8080", "[::1]:0", "unix:/run/minnowd.sock", "0.0.0.0:80", "systemd", "systemd:web.socket"]
+        {
             let address: ListenAddress = text.parse().unwrap();
             assert_eq!(address.to_string(), text);
             assert_eq!(address.is_private(), text != "0.0.0.0:80");
         }
-        for text in ["", "8080", "unix:", "127.0.0.1:70000"] {
+        for text in ["", "8080", "unix:", "127.0.0.1:70000", "systemd:", "systemd "] {
             assert!(text.parse::<ListenAddress>().is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn other_machines_are_let_in_only_with_tls_and_keys_or_when_told() {
+        let check = |address: &str, is_private, is_guarded| {
+            let address: ListenAddress = address.parse().unwrap();
+            Exposure { is_private, is_guarded }.check(&address).map_err(|UsageError(message)| message)
+        };
+        for address in ["127.0.0.1:1", "[::1]:1", "[::ffff:127.0.0.1]:1", "unix:/s"] {
+            assert_eq!(check(address, false, false), Ok(()), "{address}");
+        }
+        for address in ["0.0.0.0:1", "[::]:1", "192.0.2.1:1", "[::ffff:192.0.2.1]:1"] {
+            assert_eq!(check(address, true, true), Ok(()), "{address}");
+            let missing = check(address, false, false).unwrap_err();
+            assert!(missing.contains("--tls-cert") && missing.contains("--api-key-file"), "{missing}");
+            let missing = check(address, true, false).unwrap_err();
+            assert!(!missing.contains("--tls-cert") && missing.contains("--insecure-no-auth"), "{missing}");
+            let missing = check(address, false, true).unwrap_err();
+            assert!(missing.contains("--insecure-plaintext") && !missing.contains("--api-key-file"), "{missing}");
         }
     }
 

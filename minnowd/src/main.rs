@@ -1,5 +1,9 @@
 //! `minnowd`: parse, call, map the outcome to an exit code.
 
+use minnowd::supervisor::Supervisor;
+
 fn main() -> std::process::ExitCode {
-    minnowd::cli::main()
+    // SAFETY: this is the first thing the program does, so no other thread runs and nothing was opened.
+    let supervisor = unsafe { Supervisor::from_environment() };
+    minnowd::cli::main(supervisor)
 }

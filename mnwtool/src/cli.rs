@@ -7,7 +7,8 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::error::ErrorKind;
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
 use minnow_common::Encoding;
 use minnow_formats::hub::{Address, CONNECTIONS_MAX, RepoPath, Repository, Revision, Settings};
 use minnow_formats::io::IoBackend;
@@ -15,7 +16,7 @@ use minnow_formats::mnw::Level;
 use minnow_kernels::codec::Quality;
 
 use crate::commands::remote::Access;
-use crate::commands::{compare, convert, extract, inspect, publish, pull, push, repair, synth, validate};
+use crate::commands::{compare, convert, extract, inspect, manual, publish, pull, push, repair, synth, validate};
 use crate::pipeline::budget;
 use crate::plan::Choice;
 use crate::synthetic::Preset;
@@ -45,12 +46,14 @@ pub(crate) enum Command {
     Pull(pull::Options),
     /// Makes a damaged file whole from a hub.
     Repair(repair::Options),
+    /// Writes the manual pages.
+    Manual(manual::Options),
 }
 
 /// Why there is no command to run.
 #[derive(Debug)]
 pub(crate) enum Refused {
-    /// Help or version text, wanted by the user.
+    /// Help, version or a completion script, wanted by the user.
     Shown(String),
     /// One line on what is wrong with the command line.
     Usage(String),
@@ -110,6 +113,8 @@ pub(crate) fn parse(arguments: impl IntoIterator<Item = OsString>) -> Result<Com
         TypedCommand::Push(typed) => typed.meant().map(Command::Push),
         TypedCommand::Pull(typed) => typed.meant().map(Command::Pull),
         TypedCommand::Repair(typed) => typed.meant().map(Command::Repair),
+        TypedCommand::Completions { shell } => Err(Refused::Shown(completions(shell))),
+        TypedCommand::Manual { folder } => Ok(Command::Manual(manual::Options { folder, pages: manual_pages() })),
     }
 }
 
@@ -155,6 +160,38 @@ enum TypedCommand {
     Pull(TypedPull),
     /// Make a damaged .mnw file whole, fetching only what is damaged
     Repair(TypedRepair),
+    /// Print a script that completes this command line: bash, zsh, fish, elvish or powershell
+    Completions {
+        /// For which shell
+        #[arg(value_enum)]
+        shell: Shell,
+    },
+    /// Write the manual pages
+    Manual {
+        /// Into which folder
+        #[arg(value_name = "DIR")]
+        folder: PathBuf,
+    },
+}
+
+/// A script that completes the command line.
+fn completions(shell: Shell) -> String {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Typed::command(), "mnwtool", &mut script);
+    String::from_utf8_lossy(&script).into_owned()
+}
+
+/// A manual page for the program and one for each command, with their file names.
+fn manual_pages() -> Vec<(String, Vec<u8>)> {
+    let mut command = Typed::command();
+    command.build();
+    let commands = command.get_subcommands().filter(|command| command.get_name() != "help").cloned();
+    let pages = commands.chain([command.clone()]).map(|command| {
+        let (page, mut text) = (clap_mangen::Man::new(command), Vec::new());
+        page.render(&mut text).expect("memory takes everything");
+        (page.get_filename(), text)
+    });
+    pages.collect()
 }
 
 /// What a command that takes a while shows: shared by all of them.

@@ -34,6 +34,7 @@ fn main() -> ExitCode {
         Ok(Command::Push(options)) => commands::push::run(&options),
         Ok(Command::Pull(options)) => commands::pull::run(&options),
         Ok(Command::Repair(options)) => commands::repair::run(&options),
+        Ok(Command::Manual(options)) => commands::manual::run(&options),
         Err(Refused::Shown(text)) => terminal::print(&text),
         Err(Refused::Usage(message)) => Err(Failure::Usage(message)),
     };

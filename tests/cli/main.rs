@@ -7,3 +7,4 @@ mod mnwtool_field;
 mod mnwtool_hub;
 mod mnwtool_publish;
 mod mnwtool_refusals;
+mod settings;

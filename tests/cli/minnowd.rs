@@ -31,7 +31,7 @@ fn bad_flags_are_usage_errors_that_name_flag_and_value() {
         ("serve --device cuda:x", &["--device", "cuda:x", "cuda:N"]),
         ("serve --device tpu", &["--device", "tpu"]),
         ("serve --listen 8080", &["--listen", "8080"]),
-        ("serve --listen 0.0.0.0:8080", &["0.0.0.0:8080", "--insecure-plaintext", "--insecure-no-auth"]),
+        ("serve --listen 0.0.0.0:8080", &["0.0.0.0:8080", "--tls-cert", "--api-key-file", "--insecure-no-auth"]),
         ("serve --parallel 0", &["--parallel", "0"]),
         ("serve --threads 0", &["--threads", "0"]),
         ("serve --threshold 2", &["threshold", "2"]),

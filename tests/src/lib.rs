@@ -4,6 +4,7 @@
 pub mod browser;
 pub mod checkpoint;
 pub mod convert;
+pub mod daemon;
 pub mod golden;
 pub mod hub;
 pub mod program;

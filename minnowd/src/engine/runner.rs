@@ -36,6 +36,7 @@ pub struct Runner {
     counters: Counters,
     /// How long every forward waits before it begins.
     step_delay: Duration,
+    forwards_max: u64,
     /// Blocks of an earlier process that are still to be read.
     restoring: Option<Loader>,
 }
@@ -185,6 +186,7 @@ impl Runner {
             arrivals: 0,
             counters: Counters::default(),
             step_delay: Duration::ZERO,
+            forwards_max: u64::MAX,
             restoring: None,
         }
     }
@@ -204,6 +206,11 @@ impl Runner {
     /// Makes every forward wait before it begins, so that a fast model shows what a slow one would.
     pub fn delay_steps(&mut self, delay: Duration) {
         self.step_delay = delay;
+    }
+
+    /// Panics in the forward after so many, so that tests see what happens then.
+    pub fn fail_after(&mut self, forwards: u64) {
+        self.forwards_max = forwards;
     }
 
     /// Takes over the blocks that an earlier process saved: a few between steps, more when there is nothing to do.
@@ -560,6 +567,7 @@ impl Runner {
             .iter()
             .map(|share| Segment { tokens: &share.tokens, pages: &share.pages, need: share.need })
             .collect();
+        assert!(self.counters.forwards < self.forwards_max, "the number of forwards after which to fail was reached");
         if !self.step_delay.is_zero() {
             std::thread::sleep(self.step_delay);
         }

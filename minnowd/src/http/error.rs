@@ -33,6 +33,8 @@ pub(crate) enum Code {
     InvalidToolHistory,
     /// The prompt does not fit the context.
     ContextLength,
+    /// No API key, or a wrong one.
+    InvalidApiKey,
     /// A route that is switched off on purpose.
     FeatureDisabled,
     /// A `Host` that does not belong to this server.
@@ -93,6 +95,7 @@ impl Code {
             Self::UnsupportedContent => (StatusCode::BAD_REQUEST, REQUEST, "unsupported_content"),
             Self::InvalidToolHistory => (StatusCode::BAD_REQUEST, REQUEST, "invalid_tool_history"),
             Self::ContextLength => (StatusCode::BAD_REQUEST, "exceed_context_size_error", "context_length_exceeded"),
+            Self::InvalidApiKey => (StatusCode::UNAUTHORIZED, "authentication_error", "invalid_api_key"),
             Self::FeatureDisabled => (StatusCode::FORBIDDEN, "feature_disabled", "feature_disabled"),
             Self::OriginNotAllowed => (StatusCode::FORBIDDEN, "permission_error", "origin_not_allowed"),
             Self::NotFound => (StatusCode::NOT_FOUND, "not_found_error", "not_found"),
@@ -201,6 +204,9 @@ impl IntoResponse for ApiError {
         let headers = response.headers_mut();
         if let Some(seconds) = self.0.code.retry_after() {
             headers.insert(header::RETRY_AFTER, HeaderValue::from_static(seconds));
+        }
+        if self.0.code == Code::InvalidApiKey {
+            headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
         }
         if self.0.code.closes() {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));

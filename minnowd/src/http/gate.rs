@@ -15,7 +15,7 @@ use tracing::{error, info};
 use super::error::{ApiError, Code};
 use super::metrics::Tally;
 use super::serve::{OutsidePrefix, Via};
-use super::{App, body, cors, ids, not_found, serve};
+use super::{App, auth, body, cors, ids, not_found, serve};
 use crate::engine;
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -59,7 +59,10 @@ pub(crate) async fn pass(State(app): State<App>, mut request: Request, next: Nex
 
     let origin = cors::allowed_origin(request.headers(), &app.options().cors_origins);
     let forwarded = if app.options().trust_proxy { forwarded_for(request.headers()) } else { None };
-    let checked = check(&app, &request).map(|()| cors::preflight(&method, request.headers(), origin.as_ref()));
+    let checked = check(&app, &request).map(|owner| {
+        request.extensions_mut().insert(owner);
+        cors::preflight(&method, request.headers(), origin.as_ref())
+    });
     let mut response = match checked {
         Ok(Some(preflight)) => preflight,
         Ok(None) => match AssertUnwindSafe(next.run(request)).catch_unwind().await {
@@ -94,19 +97,21 @@ pub(crate) async fn pass(State(app): State<App>, mut request: Request, next: Nex
     response.map(|body| serve::watched(body, tally, move |tally| tally.complete(status)))
 }
 
-fn check(app: &App, request: &Request) -> Result<(), ApiError> {
+fn check(app: &App, request: &Request) -> Result<auth::Owner, ApiError> {
     if request.extensions().get::<Via>() == Some(&Via::Loopback) {
         check_host(request.headers(), &app.options().allow_hosts)?;
     }
     body::check_announced(request.headers(), app.options().max_body_bytes)?;
+    let owner = auth::check(app, request)?;
     if request.extensions().get::<OutsidePrefix>().is_some() {
         return Err(not_found(request.method(), request.uri()));
     }
     let has_route = request.extensions().get::<MatchedPath>().is_some();
     if !has_route || ALWAYS_OPEN.contains(&request.uri().path()) || request.method() == Method::OPTIONS {
-        return Ok(());
+        return Ok(owner);
     }
-    app.check_state()
+    app.check_state()?;
+    Ok(owner)
 }
 
 /// What a proxy says about the client, shortened. For the log only: anyone can write this header.

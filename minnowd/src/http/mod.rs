@@ -12,6 +12,7 @@
 
 mod answer;
 mod attempts;
+mod auth;
 mod body;
 mod connection;
 mod cors;
@@ -29,6 +30,7 @@ mod serve;
 mod sessions;
 mod slots;
 mod stream;
+mod tls;
 mod ui;
 
 use std::sync::{Arc, OnceLock};
@@ -47,9 +49,11 @@ use self::sessions::Sessions;
 use self::slots::Slots;
 use crate::config::HttpOptions;
 use crate::engine::EngineHandle;
+use crate::keys::Keys;
 use crate::session::Session;
 
 pub use self::serve::{Listener, Shutdown, serve};
+pub use self::tls::{Tls, TlsError};
 
 /// What every handler sees. Cheap to clone.
 #[derive(Clone)]
@@ -60,6 +64,7 @@ pub struct App {
 struct Shared {
     engine: EngineHandle,
     options: HttpOptions,
+    keys: Keys,
     session: OnceLock<Arc<Session>>,
     slots: Slots,
     metrics: Arc<Metrics>,
@@ -70,13 +75,15 @@ struct Shared {
 }
 
 impl App {
-    /// An application whose model is still to come: until [`ready`](Self::ready) it answers 503.
+    /// An application whose model is still to come: until [`ready`](Self::ready) it answers 503. Without `keys` it
+    /// answers everyone.
     #[must_use]
-    pub fn new(engine: EngineHandle, options: HttpOptions) -> Self {
+    pub fn new(engine: EngineHandle, options: HttpOptions, keys: Keys) -> Self {
         let shared = Shared {
             engine,
             sessions: Sessions::new(options.streams),
             options,
+            keys,
             session: OnceLock::new(),
             slots: Slots::default(),
             metrics: Arc::default(),
@@ -109,6 +116,10 @@ impl App {
 
     fn options(&self) -> &HttpOptions {
         &self.shared.options
+    }
+
+    fn keys(&self) -> &Keys {
+        &self.shared.keys
     }
 
     fn slots(&self) -> &Slots {

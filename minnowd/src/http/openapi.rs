@@ -182,7 +182,7 @@ fn event() -> Value {
 
 /// What every route may answer besides its own, and `more`.
 fn errors(more: &[&str]) -> Value {
-    let common = ["400", "403", "405", "408", "413", "415", "431", "500", "503"];
+    let common = ["400", "401", "403", "405", "408", "413", "415", "431", "500", "503"];
     let all = common.iter().chain(more).map(|status| ((*status).to_owned(), answer("Refused", reference("Error"))));
     Value::Object(all.collect())
 }

@@ -24,7 +24,9 @@ use tracing::{debug, info, warn};
 
 use super::App;
 use super::connection::{Connection, Patience, Phase};
+use super::tls::Tls;
 use crate::config::ListenAddress;
+use crate::supervisor::StreamSocket;
 
 /// A connection without a request.
 const IDLE_MAX: Duration = Duration::from_secs(75);
@@ -34,18 +36,26 @@ const HEADERS_MAX: usize = 100;
 /// A pause after accepting failed, for example because there are no file descriptors left.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// A bound socket.
+/// A bound socket, and how it is spoken to.
 #[derive(Debug)]
-pub enum Listener {
-    /// A TCP port.
+pub struct Listener {
+    socket: Socket,
+    tls: Option<Tls>,
+}
+
+#[derive(Debug)]
+enum Socket {
     Tcp(TcpListener),
-    /// A Unix socket, and the file to remove in the end.
-    Unix(UnixListener, SocketFile),
+    /// With the file to remove in the end, if it is ours.
+    Unix {
+        listener: UnixListener,
+        _file: Option<SocketFile>,
+    },
 }
 
 /// A socket's file, removed on drop.
 #[derive(Debug)]
-pub struct SocketFile(PathBuf);
+struct SocketFile(PathBuf);
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
@@ -57,18 +67,41 @@ impl Listener {
     /// Binds an address. A Unix socket's file that nobody listens on any more is replaced; the new one gets `mode`.
     ///
     /// # Errors
-    /// If the address cannot be bound.
+    /// If the address cannot be bound, or is that of a socket to be handed over.
     pub async fn bind(address: &ListenAddress, mode: u32) -> io::Result<Self> {
-        match address {
-            ListenAddress::Tcp(address) => Ok(Self::Tcp(TcpListener::bind(address).await?)),
+        let socket = match address {
+            ListenAddress::Tcp(address) => Socket::Tcp(TcpListener::bind(address).await?),
             ListenAddress::Unix(path) => {
                 remove_stale_socket(path).await?;
                 let listener = UnixListener::bind(path)?;
                 let file = SocketFile(path.clone());
                 std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))?;
-                Ok(Self::Unix(listener, file))
+                Socket::Unix { listener, _file: Some(file) }
             }
-        }
+            ListenAddress::Systemd(_) => {
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is not for us to bind"));
+            }
+        };
+        Ok(Self { socket, tls: None })
+    }
+
+    /// A socket that was handed over. Its file, if it has one, stays.
+    ///
+    /// # Errors
+    /// If it cannot be waited for.
+    pub fn inherited(socket: StreamSocket) -> io::Result<Self> {
+        let socket = match socket {
+            StreamSocket::Tcp(listener) => Socket::Tcp(TcpListener::from_std(listener)?),
+            StreamSocket::Unix(listener) => Socket::Unix { listener: UnixListener::from_std(listener)?, _file: None },
+        };
+        Ok(Self { socket, tls: None })
+    }
+
+    /// Speaks TLS if this is a TCP port; a Unix socket needs none.
+    #[must_use]
+    pub fn with_tls(mut self, tls: Option<Tls>) -> Self {
+        self.tls = tls.filter(|_| matches!(self.socket, Socket::Tcp(_)));
+        self
     }
 
     /// Where it listens, with the port that was chosen.
@@ -76,9 +109,12 @@ impl Listener {
     /// # Errors
     /// If the system does not say.
     pub fn address(&self) -> io::Result<ListenAddress> {
-        match self {
-            Self::Tcp(listener) => Ok(ListenAddress::Tcp(listener.local_addr()?)),
-            Self::Unix(_, file) => Ok(ListenAddress::Unix(file.0.clone())),
+        match &self.socket {
+            Socket::Tcp(listener) => Ok(ListenAddress::Tcp(listener.local_addr()?)),
+            Socket::Unix { listener, .. } => {
+                let address = listener.local_addr()?;
+                Ok(ListenAddress::Unix(address.as_pathname().unwrap_or(Path::new("")).to_owned()))
+            }
         }
     }
 }
@@ -160,11 +196,12 @@ pub async fn serve(listeners: Vec<Listener>, app: App, connections_max: usize) -
     for listener in listeners {
         let address = listener.address()?;
         match &address {
+            ListenAddress::Tcp(address) if listener.tls.is_some() => info!("listening on https://{address}"),
             ListenAddress::Tcp(address) => info!("listening on http://{address}"),
-            ListenAddress::Unix(_) => info!("listening on {address}"),
+            ListenAddress::Unix(_) | ListenAddress::Systemd(_) => info!("listening on {address}"),
         }
         let via = match &address {
-            ListenAddress::Unix(_) => Via::UnixSocket,
+            ListenAddress::Unix(_) | ListenAddress::Systemd(_) => Via::UnixSocket,
             tcp if tcp.is_private() => Via::Loopback,
             ListenAddress::Tcp(_) => Via::Network,
         };
@@ -211,9 +248,12 @@ async fn accept(listener: Listener, acceptor: Acceptor) {
         let Some(open) = acceptor.shutdown.open_connections().clone() else { return };
         let service =
             Service { router: acceptor.router.clone(), prefix: Arc::clone(&acceptor.prefix), via: acceptor.via };
-        let serving = serve_connection(stream, service, closing.clone());
+        let (tls, closing) = (listener.tls.clone(), closing.clone());
         tokio::spawn(async move {
-            serving.await;
+            match secured(stream, tls).await {
+                Ok(stream) => serve_connection(stream, service, closing).await,
+                Err(error) => debug!(%error, "a TLS handshake failed"),
+            }
             drop((permit, open));
         });
     }
@@ -222,15 +262,22 @@ async fn accept(listener: Listener, acceptor: Acceptor) {
 trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
 
+async fn secured(stream: Box<dyn Stream>, tls: Option<Tls>) -> io::Result<Box<dyn Stream>> {
+    Ok(match tls {
+        Some(tls) => Box::new(tls.accept(stream).await?),
+        None => stream,
+    })
+}
+
 async fn next(listener: &Listener) -> io::Result<Box<dyn Stream>> {
-    Ok(match listener {
-        Listener::Tcp(listener) => {
+    Ok(match &listener.socket {
+        Socket::Tcp(listener) => {
             let (stream, _) = listener.accept().await?;
             // Events are small and must not wait for each other.
             stream.set_nodelay(true)?;
             Box::new(stream)
         }
-        Listener::Unix(listener, _) => Box::new(listener.accept().await?.0),
+        Socket::Unix { listener, .. } => Box::new(listener.accept().await?.0),
     })
 }
 

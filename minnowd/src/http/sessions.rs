@@ -24,6 +24,7 @@ use futures_util::{Stream, StreamExt};
 use serde_json::{Value, json};
 use tokio::sync::watch;
 
+use super::auth::Owner;
 use super::error::{ApiError, Code};
 use super::fields::{as_list, as_text};
 use super::{App, openai, stream};
@@ -37,6 +38,13 @@ const ID_BYTES_MAX: usize = 512;
 const LOOKUP_IDS_MAX: usize = 10_000;
 /// The header that asks for a session.
 const CONVERSATION_ID: &str = "x-conversation-id";
+
+/// Names a session: the same id of two owners is two conversations, and neither learns of the other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Conversation {
+    owner: Owner,
+    id: String,
+}
 
 /// All sessions. Cheap to clone.
 #[derive(Clone, Debug)]
@@ -54,7 +62,7 @@ struct State {
 
 #[derive(Debug)]
 struct Session {
-    conversation_id: String,
+    conversation: Conversation,
     log: VecDeque<u8>,
     /// Bytes that were dropped from the front.
     dropped: u64,
@@ -101,19 +109,19 @@ impl Sessions {
         (state.sessions.len(), state.bytes)
     }
 
-    /// Cancels what still runs under this id: its client has begun something new.
-    pub(crate) fn cancel_running(&self, id: &str) {
+    /// Cancels what still runs in this conversation: its client has begun something new.
+    pub(crate) fn cancel_running(&self, conversation: &Conversation) {
         let mut state = self.lock();
-        let running = state.find(id).filter(|number| state.sessions[number].ended.is_none());
+        let running = state.find(conversation).filter(|number| state.sessions[number].ended.is_none());
         if let Some(number) = running {
             state.remove(number);
         }
     }
 
-    /// Begins a session for `bytes`, in place of an older one with this id, and gives a body that reads it from the
+    /// Begins a session for `bytes`, in place of an older one of this conversation, and gives a body that reads it from the
     /// start. Without room for another session the body is `bytes` itself.
-    pub(crate) fn record(&self, id: String, bytes: impl Stream<Item = Bytes> + Send + 'static) -> Body {
-        let Some((number, alive)) = self.lock().open(id) else {
+    pub(crate) fn record(&self, conversation: Conversation, bytes: impl Stream<Item = Bytes> + Send + 'static) -> Body {
+        let Some((number, alive)) = self.lock().open(conversation) else {
             return Body::from_stream(bytes.map(Ok::<_, Infallible>));
         };
         tokio::spawn(self.clone().write(number, alive, bytes));
@@ -162,8 +170,8 @@ impl State {
         Self { limits, sessions: BTreeMap::new(), begun: 0, bytes: 0 }
     }
 
-    fn find(&self, id: &str) -> Option<u64> {
-        self.sessions.iter().find(|(_, session)| session.conversation_id == id).map(|(&number, _)| number)
+    fn find(&self, conversation: &Conversation) -> Option<u64> {
+        self.sessions.iter().find(|(_, session)| session.conversation == *conversation).map(|(&number, _)| number)
     }
 
     fn remove(&mut self, number: u64) {
@@ -186,9 +194,9 @@ impl State {
         oldest.map(|number| self.remove(number)).is_some()
     }
 
-    fn open(&mut self, id: String) -> Option<(u64, watch::Receiver<()>)> {
+    fn open(&mut self, conversation: Conversation) -> Option<(u64, watch::Receiver<()>)> {
         self.forget_old();
-        if let Some(number) = self.find(&id) {
+        if let Some(number) = self.find(&conversation) {
             self.remove(number);
         }
         if self.sessions.len() >= self.limits.sessions_max && !self.make_room() {
@@ -198,7 +206,7 @@ impl State {
         self.begun += 1;
         let (alive, watched) = watch::channel(());
         let session = Session {
-            conversation_id: id,
+            conversation,
             log: VecDeque::new(),
             dropped: 0,
             started_at: unix_seconds(),
@@ -252,7 +260,12 @@ fn unix_seconds() -> u64 {
 }
 
 /// The conversation that a request's stream belongs to, if it names one.
-pub(crate) fn conversation_id(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
+pub(crate) fn conversation(request: &Request) -> Result<Option<Conversation>, ApiError> {
+    let id = conversation_id(request.headers())?;
+    Ok(id.map(|id| Conversation { owner: Owner::of(request), id }))
+}
+
+fn conversation_id(headers: &HeaderMap) -> Result<Option<String>, ApiError> {
     let Some(value) = headers.get(CONVERSATION_ID) else { return Ok(None) };
     let bytes = value.as_bytes();
     if (1..=ID_BYTES_MAX).contains(&bytes.len()) && bytes.iter().all(u8::is_ascii_graphic) {
@@ -264,15 +277,19 @@ pub(crate) fn conversation_id(headers: &HeaderMap) -> Result<Option<String>, Api
 
 type Parameters = Query<HashMap<String, String>>;
 
-fn named(parameters: &HashMap<String, String>) -> Result<&str, ApiError> {
+fn named(parameters: &HashMap<String, String>, owner: Owner) -> Result<Conversation, ApiError> {
     let id = parameters.get("conv_id").filter(|id| !id.is_empty());
     let missing = || ApiError::new(Code::MissingParameter, "conv_id is required").at("conv_id");
-    id.map(String::as_str).ok_or_else(missing)
+    id.map(|id| Conversation { owner, id: id.clone() }).ok_or_else(missing)
 }
 
 /// `GET /v1/stream`: the bytes of a session from `from` on, and nothing else.
-pub(crate) async fn replay(Shared(app): Shared<App>, Query(parameters): Parameters) -> Result<Response, ApiError> {
-    let id = named(&parameters)?;
+pub(crate) async fn replay(
+    Shared(app): Shared<App>,
+    Query(parameters): Parameters,
+    request: Request,
+) -> Result<Response, ApiError> {
+    let conversation = named(&parameters, Owner::of(&request))?;
     let refuse = |code, message: String| ApiError::new(code, message).at("from");
     let from: u64 = match parameters.get("from") {
         None => 0,
@@ -283,7 +300,7 @@ pub(crate) async fn replay(Shared(app): Shared<App>, Query(parameters): Paramete
     let sessions = app.sessions();
     let mut state = sessions.lock();
     state.forget_old();
-    let Some(number) = state.find(id) else {
+    let Some(number) = state.find(&conversation) else {
         return Err(ApiError::new(Code::StreamNotFound, "there is no stream of this conversation").at("conv_id"));
     };
     let (dropped, end) = (state.sessions[&number].dropped, state.sessions[&number].end());
@@ -298,10 +315,14 @@ pub(crate) async fn replay(Shared(app): Shared<App>, Query(parameters): Paramete
 }
 
 /// `DELETE /v1/stream`: cancels the stream, ends its readers, forgets it.
-pub(crate) async fn stop(Shared(app): Shared<App>, Query(parameters): Parameters) -> Result<StatusCode, ApiError> {
-    let id = named(&parameters)?;
+pub(crate) async fn stop(
+    Shared(app): Shared<App>,
+    Query(parameters): Parameters,
+    request: Request,
+) -> Result<StatusCode, ApiError> {
+    let conversation = named(&parameters, Owner::of(&request))?;
     let mut state = app.sessions().lock();
-    if let Some(number) = state.find(id) {
+    if let Some(number) = state.find(&conversation) {
         state.remove(number);
     }
     Ok(StatusCode::NO_CONTENT)
@@ -310,6 +331,7 @@ pub(crate) async fn stop(Shared(app): Shared<App>, Query(parameters): Parameters
 /// `POST /v1/streams/lookup`: the sessions whose id is one of those given, or begins with one and `::`.
 pub(crate) async fn lookup(Shared(app): Shared<App>, request: Request) -> Result<Json<Value>, ApiError> {
     const NAME: &str = "conversation_ids";
+    let owner = Owner::of(&request);
     let wanted = openai::prepare(&app, request, |_, _, mut fields, _| {
         let ids = as_list(NAME, fields.required(NAME)?)?;
         if ids.len() > LOOKUP_IDS_MAX {
@@ -323,9 +345,10 @@ pub(crate) async fn lookup(Shared(app): Shared<App>, request: Request) -> Result
     let mut state = app.sessions().lock();
     state.forget_old();
     let is_wanted = |id: &str| wanted.contains(id) || id.match_indices("::").any(|(at, _)| wanted.contains(&id[..at]));
-    let found = state.sessions.values().filter(|session| is_wanted(&session.conversation_id)).map(|session| {
+    let is_found = |Conversation { owner: of, id }: &Conversation| *of == owner && is_wanted(id);
+    let found = state.sessions.values().filter(|session| is_found(&session.conversation)).map(|session| {
         json!({
-            "conversation_id": session.conversation_id,
+            "conversation_id": session.conversation.id,
             "is_done": session.ended.is_some(),
             "total_bytes": session.end(),
             "started_at": session.started_at,
@@ -348,6 +371,10 @@ mod tests {
         kept: Duration::from_secs(300),
     };
 
+    fn named(id: impl Into<String>) -> Conversation {
+        Conversation { owner: Owner::default(), id: id.into() }
+    }
+
     fn read(state: &State, number: u64, at: u64) -> Vec<u8> {
         match state.piece(number, at) {
             Piece::Bytes(bytes) => bytes.to_vec(),
@@ -358,7 +385,7 @@ mod tests {
     #[test]
     fn a_log_gives_bytes_from_any_position() {
         let mut state = State::new(LIMITS);
-        let (number, _alive) = state.open("a".to_owned()).unwrap();
+        let (number, _alive) = state.open(named("a")).unwrap();
         assert!(matches!(state.piece(number, 0), Piece::Wait(_)));
         state.append(number, b"hello ");
         state.append(number, b"world");
@@ -375,7 +402,7 @@ mod tests {
     #[test]
     fn a_long_log_loses_its_oldest_bytes() {
         let mut state = State::new(LIMITS);
-        let (number, _alive) = state.open("a".to_owned()).unwrap();
+        let (number, _alive) = state.open(named("a")).unwrap();
         for _ in 0..5 {
             state.append(number, &[7; 1 << 20]);
         }
@@ -393,24 +420,25 @@ mod tests {
     #[test]
     fn finished_sessions_make_room_for_new_ones() {
         let mut state = State::new(LIMITS);
-        let opened: Vec<_> = (0..LIMITS.sessions_max).map(|index| state.open(index.to_string()).unwrap()).collect();
-        assert!(state.open("one more".to_owned()).is_none(), "a running one is never forgotten");
+        let opened: Vec<_> =
+            (0..LIMITS.sessions_max).map(|index| state.open(named(index.to_string())).unwrap()).collect();
+        assert!(state.open(named("one more")).is_none(), "a running one is never forgotten");
         state.finish(opened[3].0);
-        assert!(state.open("one more".to_owned()).is_some());
-        assert!(state.find("3").is_none() && state.find("0").is_some());
+        assert!(state.open(named("one more")).is_some());
+        assert!(state.find(&named("3")).is_none() && state.find(&named("0")).is_some());
     }
 
     #[test]
     fn all_logs_together_are_bounded() {
         let mut state = State::new(LIMITS);
-        let opened: Vec<_> = (0..40).map(|index| state.open(index.to_string()).unwrap().0).collect();
+        let opened: Vec<_> = (0..40).map(|index| state.open(named(index.to_string())).unwrap().0).collect();
         for &number in &opened {
             state.append(number, &[7; LIMITS.bytes_max]);
             assert!(state.bytes <= LIMITS.all_bytes_max);
         }
         state.finish(opened[0]);
         state.append(opened[39], b"x");
-        assert!(state.find("0").is_none(), "the finished one made room");
+        assert!(state.find(&named("0")).is_none(), "the finished one made room");
         assert_eq!(state.bytes, state.sessions.values().map(|session| session.log.len()).sum::<usize>());
     }
 

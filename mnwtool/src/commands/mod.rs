@@ -4,6 +4,7 @@ pub(crate) mod compare;
 pub(crate) mod convert;
 pub(crate) mod extract;
 pub(crate) mod inspect;
+pub(crate) mod manual;
 pub(crate) mod publish;
 pub(crate) mod pull;
 pub(crate) mod push;

@@ -190,20 +190,20 @@ async fn respond(
     request: Request,
     read: impl FnOnce(&App, &Session, Fields, String) -> Result<Prepared, ApiError> + Send + 'static,
 ) -> Result<Response, ApiError> {
-    let conversation = sessions::conversation_id(request.headers());
+    let conversation = sessions::conversation(&request);
     let Prepared { order, mut heading, stream, format } = prepare(app, request, read).await?;
     let Some(extras) = stream else {
         let attempts = Attempts::start(app, order, format).await?;
         return Ok(Json(answer::plain(attempts, &mut heading).await?).into_response());
     };
     let conversation = conversation?;
-    if let Some(id) = &conversation {
-        app.sessions().cancel_running(id);
+    if let Some(conversation) = &conversation {
+        app.sessions().cancel_running(conversation);
     }
     let tokenizer = Arc::clone(&app.session()?.tokenizer);
     let bytes = stream::bytes(Attempts::start(app, order, format).await?, heading, extras, tokenizer);
     Ok(stream::events(match conversation {
-        Some(id) => app.sessions().record(id, bytes),
+        Some(conversation) => app.sessions().record(conversation, bytes),
         None => Body::from_stream(bytes.map(Ok::<_, Infallible>)),
     }))
 }

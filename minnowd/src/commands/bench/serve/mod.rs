@@ -23,6 +23,7 @@ use serde::Serialize;
 use crate::config::{DecodingDefaults, HttpOptions, ListenAddress, ModelSource};
 use crate::engine::{self, EngineHandle, Health, QueueLimits};
 use crate::http::{App, Listener};
+use crate::keys::Keys;
 use crate::session::{Loaded, Session};
 use clients::{Asked, Asker, Ending, Load, LongRead};
 use prompts::Prompts;
@@ -178,7 +179,7 @@ impl Served {
     fn start(engine: &EngineHandle, session: &Arc<Session>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("http").build()?;
         let options = HttpOptions { any_model: true, format_retries: 0, ..HttpOptions::default() };
-        let app = App::new(engine.clone(), options);
+        let app = App::new(engine.clone(), options, Keys::default());
         let any_port = ListenAddress::Tcp(std::net::SocketAddr::from(([127, 0, 0, 1], 0)));
         let listener = runtime.block_on(Listener::bind(&any_port, SOCKET_MODE))?;
         let ListenAddress::Tcp(address) = listener.address()? else {

@@ -1,0 +1,106 @@
+//! Two instances behind a real HAProxy with the configuration of `docs/operating/haproxy.cfg`: what affinity keeps of the
+//! prefix cache, and what clients notice of an instance that dies.
+
+use std::net::{SocketAddr, TcpListener};
+use std::process::{Child, Command, Stdio};
+
+use minnow_tests::daemon::{Daemon, ask, request, wait_until};
+use minnow_tests::golden;
+use rustix::process::Signal;
+use serde_json::{Value, json};
+
+use super::http::{CHAT, content};
+
+const CONVERSATIONS: usize = 8;
+const TURNS: usize = 4;
+
+/// HAProxy, ended on drop.
+struct Proxy(Child);
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A port that was free a moment ago.
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// The conversations, turn after turn. Gives the prompt tokens that were cached, all prompt tokens, and the texts.
+fn talk(address: SocketAddr, salt: &str) -> (u64, u64, Vec<String>) {
+    let (mut cached, mut all, mut texts) = (0, 0, Vec::new());
+    let system = "You answer in one short sentence. ".repeat(6);
+    let mut histories: Vec<Vec<Value>> =
+        (0..CONVERSATIONS).map(|_| vec![json!({"role": "system", "content": system})]).collect();
+    for turn in 0..TURNS {
+        for (number, history) in histories.iter_mut().enumerate() {
+            let question = format!("{salt} {number}: {} What is {turn} plus {number}?", "The sea is wide. ".repeat(12));
+            history.push(json!({"role": "user", "content": question}));
+            let body = json!({"messages": history, "temperature": 0, "max_tokens": 16}).to_string();
+            let affinity = format!("X-Session-Affinity: {salt}-{number}");
+            let reply = ask(address, &request("POST", CHAT, &[&affinity], &body));
+            assert_eq!(reply.status, 200, "{}", reply.text());
+            let answer = reply.json();
+            cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+            all += answer["usage"]["prompt_tokens"].as_u64().unwrap();
+            texts.push(content(&answer).to_owned());
+            history.push(json!({"role": "assistant", "content": content(&answer)}));
+        }
+    }
+    (cached, all, texts)
+}
+
+#[test]
+fn affinity_keeps_the_prefix_cache_and_no_new_request_fails_when_an_instance_dies() {
+    if Command::new("haproxy").arg("-v").stdout(Stdio::null()).status().is_err() {
+        assert!(std::env::var_os("CI").is_none(), "HAProxy is needed here: apt-get install haproxy");
+        eprintln!("skipped: there is no haproxy");
+        return;
+    }
+    let alone = Daemon::start(&[]);
+    let (single, all, expected) = talk(alone.ready(), "a");
+    drop(alone);
+
+    let instances = [Daemon::start(&[]), Daemon::start(&[])];
+    let [one, two] = [0, 1].map(|index: usize| instances[index].ready().to_string());
+    let port = free_port();
+    let config = std::fs::read_to_string(golden::root().join("../docs/operating/haproxy.cfg")).unwrap();
+    let config = config.replace("127.0.0.1:8000", &format!("127.0.0.1:{port}"));
+    let config = config.replace("127.0.0.1:8081", &one).replace("127.0.0.1:8082", &two);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("haproxy.cfg");
+    std::fs::write(&path, config).unwrap();
+    let haproxy = Command::new("haproxy").args(["-db", "-f"]).arg(&path).stdout(Stdio::null()).spawn().unwrap();
+    let _proxy = Proxy(haproxy);
+    let address = SocketAddr::from(([127, 0, 0, 1], port));
+    wait_until("the proxy", || std::net::TcpStream::connect(address).ok());
+
+    let (shared, _, texts) = talk(address, "a");
+    println!("cached of {all} prompt tokens: {single} by one instance, {shared} by two behind the proxy");
+    assert_eq!(texts, expected, "which instance answers changes nothing");
+    assert!(shared * 10 >= single * 9, "{shared} of {single}");
+    let answered = |daemon: &Daemon| daemon.log().matches(CHAT).count();
+    let shares = instances.each_ref().map(answered);
+    assert!(shares.iter().all(|&share| share >= TURNS), "one of them did nothing: {shares:?}");
+
+    // One dies without a word. Whoever asks from now on is answered, from the first request on.
+    let [survivor, dying] = instances;
+    dying.signal(Signal::KILL);
+    let (_, _, texts) = talk(address, "b");
+    assert_eq!(texts.len(), CONVERSATIONS * TURNS);
+    drop(dying);
+
+    // Nor does anyone notice one that drains and another that takes its place.
+    let port: u16 = two.rsplit_once(':').unwrap().1.parse().unwrap();
+    let mut command = Command::new(minnow_tests::program::path("minnowd"));
+    command.args(["serve", "--listen", &format!("127.0.0.1:{port}")]);
+    let replacement = Daemon::spawn(command);
+    replacement.ready();
+    wait_until("the proxy to see it", || (replacement.log().matches("/health").count() >= 2).then_some(()));
+    survivor.signal(Signal::TERM);
+    let (_, _, texts) = talk(address, "c");
+    assert_eq!(texts.len(), CONVERSATIONS * TURNS);
+}
