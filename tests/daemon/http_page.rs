@@ -62,6 +62,30 @@ fn assert_sound(browser: &mut Browser) {
 }
 
 #[test]
+fn a_server_with_keys_is_used_after_one_was_given() {
+    let Some(program) = chromium() else { return };
+    let server = Server::start(&["--api-key", "a-key-for-the-browser"]);
+    let mut browser = Browser::start(&program);
+    browser.resize(1360, 860, false);
+    browser.open(&format!("http://{}/", server.address()));
+    for key in ["a-key-that-is-wrong", "a-key-for-the-browser"] {
+        browser.wait("document.getElementById('ask-key').open && !document.getElementById('key').value");
+        browser.click("#key");
+        browser.write(key);
+        browser.press("Enter");
+    }
+    browser.wait("document.querySelector('#lamp.ready')");
+    browser.evaluate("settings.temperature = '0'; settings.pace = '0'");
+    ask(&mut browser, "Compute 55 + 525.");
+    browser.wait(&format!("{DONE} && document.querySelector('.facts strong')"));
+    assert_eq!(browser.evaluate(LAST_SAID), "55 + 525 = 580");
+    // It outlives a reload, and not the tab.
+    browser.reload();
+    browser.wait("document.querySelector('#lamp.ready')");
+    assert_eq!(browser.evaluate("JSON.stringify(localStorage).includes('a-key-for')"), false);
+}
+
+#[test]
 fn a_conversation_is_held_watched_stopped_and_resumed() {
     let Some(program) = chromium() else { return };
     let server = Server::start(&[]);
