@@ -251,3 +251,30 @@ fn a_handed_socket_that_others_reach_needs_what_any_such_address_needs() {
     assert_eq!(daemon.end().code(), Some(2));
     daemon.wait_for("can be reached from other machines: add --tls-cert");
 }
+
+#[test]
+fn dashboards_and_alerts_name_metrics_that_are_there() {
+    let daemon = Daemon::start(&[]);
+    let address = daemon.ready();
+    let answer = ask(address, &request("POST", CHAT, &[], &story(json!({"max_tokens": 4})).to_string()));
+    assert_eq!(answer.status, 200, "{}", answer.text());
+    let page = ask(address, &request("GET", "/metrics", &[], "")).text().to_owned();
+    let names: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
+    let read = |name: &str| {
+        std::fs::read_to_string(minnow_tests::golden::root().join("../docs/operating").join(name)).unwrap()
+    };
+    let dashboard: Value = serde_json::from_str(&read("grafana.json")).unwrap();
+    assert!(dashboard["panels"].as_array().is_some_and(|panels| panels.len() > 10));
+    let text = dashboard["panels"].to_string() + &read("alerts.yml");
+    let is_part = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == ':';
+    let words = text
+        .split(|c| !is_part(c))
+        .filter(|word| word.starts_with("minnow_") || word.starts_with("llamacpp:") || word.starts_with("process_"));
+    let mut seen = 0;
+    for word in words {
+        let name = word.strip_suffix("_bucket").unwrap_or(word);
+        assert!(names.contains(&name), "{word} is no metric");
+        seen += 1;
+    }
+    assert!(seen > 25, "{seen}");
+}
