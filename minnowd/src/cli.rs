@@ -243,9 +243,6 @@ struct ServeArgs {
     /// Answer /metrics with 501
     #[arg(long, env = "MINNOWD_NO_METRICS")]
     no_metrics: bool,
-    /// How often output that does not fit its response_format is made anew, with the next seed
-    #[arg(long, value_name = "N", default_value_t = 1, env = "MINNOWD_FORMAT_RETRIES")]
-    format_retries: usize,
     /// Seconds that running requests may take after the first signal
     #[arg(long, value_name = "SECONDS", default_value_t = 30, env = "MINNOWD_DRAIN_TIMEOUT")]
     drain_timeout: u64,
@@ -808,7 +805,6 @@ impl ServeArgs {
             metrics: !self.no_metrics,
             metrics_public: self.metrics_public,
             slots: !self.no_slots,
-            format_retries: self.format_retries,
             streams: StreamLimits {
                 bytes_max: self.stream_max_bytes,
                 all_bytes_max: self.stream_total_bytes,

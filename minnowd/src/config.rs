@@ -206,8 +206,6 @@ pub struct HttpOptions {
     pub metrics_public: bool,
     /// Serve `/slots`.
     pub slots: bool,
-    /// How often output that does not have the demanded form is made anew.
-    pub format_retries: usize,
     /// Bounds of resumable streams.
     pub streams: StreamLimits,
     /// A built web UI to serve instead of the own page.
@@ -231,7 +229,6 @@ impl Default for HttpOptions {
             metrics: true,
             metrics_public: false,
             slots: true,
-            format_retries: 1,
             streams: StreamLimits {
                 bytes_max: 4 << 20,
                 all_bytes_max: 128 << 20,

@@ -149,8 +149,8 @@ fn rows() -> Vec<Row> {
         row(
             "n",
             Both,
-            Effect(json!(1.0), |answer| answer["choices"].as_array().is_some_and(|choices| choices.len() == 1)),
-            &[(json!(0), VALUE, ""), (json!(2), "unsupported_value", ""), (json!("1"), TYPE, "")],
+            Effect(json!(2.0), |answer| answer["choices"].as_array().is_some_and(|choices| choices.len() == 2)),
+            &[(json!(0), VALUE, ""), (json!(9), "unsupported_value", ""), (json!("1"), TYPE, "")],
         ),
         row(
             "tools",
@@ -162,6 +162,11 @@ fn rows() -> Vec<Row> {
                 (json!("x"), TYPE, ""),
                 (json!([{"type": "web"}]), VALUE, "[0].type"),
                 (json!([{"type": "function", "function": {"name": "no name"}}]), VALUE, "[0].function.name"),
+                (
+                    json!([{"type": "function", "function": {"name": "a", "strict": true, "parameters": {"not": {}}}}]),
+                    "unsupported_value",
+                    "[0].function.parameters.not",
+                ),
             ],
         ),
         row(
@@ -179,6 +184,7 @@ fn rows() -> Vec<Row> {
                 (json!("json"), TYPE, ""),
                 (json!({"type": "yaml"}), VALUE, ".type"),
                 (json!({"type": "json_schema"}), "missing_required_parameter", ".json_schema"),
+                (json!({"type": "json_object", "schema": {"not": {}}}), "unsupported_value", ".schema.not"),
             ],
         ),
         row("chat_template_kwargs", Chat, Effect(json!({"enable_thinking": false}), is_ok), &[(json!([]), TYPE, "")]),
@@ -216,6 +222,8 @@ fn rows() -> Vec<Row> {
                 (json!(5), TYPE, ""),
                 (json!({"blocks": 5}), "unknown_parameter", ".blocks"),
                 (json!({"steps": 0}), VALUE, ".steps"),
+                (json!({"regex": "("}), VALUE, ".regex"),
+                (json!({"grammar": 1}), TYPE, ".grammar"),
             ],
         ),
     ];

@@ -341,6 +341,8 @@ fn real_answers_have_the_form_that_openapi_json_promises() {
     let posts = [
         (CHAT, CHAT, chat.clone()),
         (CHAT, CHAT, call),
+        (CHAT, CHAT, asking("Goodbye!", json!({"n": 2}))),
+        (CHAT, CHAT, asking("Goodbye!", json!({"minnow": {"regex": "("}}))),
         (CHAT, CHAT, json!({})),
         ("/v1/chat/completions/input_tokens", "/v1/chat/completions/input_tokens", chat.clone()),
         ("/v1/completions", "/v1/completions", json!({"prompt": "Good", "max_tokens": 4})),

@@ -163,6 +163,42 @@ pub struct JobStats {
 }
 
 impl JobStats {
+    /// Leaves out what was spent on the prompt: another answer to it has paid for that.
+    pub fn forget_prompt(&mut self) {
+        (self.prompt_tokens, self.cached_tokens, self.prefill) = (0, 0, Duration::ZERO);
+    }
+
+    /// The sums of several answers to one prompt, in their order. The prompt and its waiting count once; decoding is the
+    /// time from the first answer's prefill to the end of the last.
+    #[must_use]
+    pub fn total<'a>(answers: impl IntoIterator<Item = &'a Self>) -> Self {
+        let mut answers = answers.into_iter();
+        let mut total = answers.next().cloned().unwrap_or_default();
+        let before = total.queued + total.prefill;
+        for answer in answers {
+            total.decode = total.decode.max((answer.queued + answer.prefill + answer.decode).saturating_sub(before));
+            for (sum, part) in [
+                (&mut total.completion_tokens, answer.completion_tokens),
+                (&mut total.text_tokens, answer.text_tokens),
+                (&mut total.denoise_forwards, answer.denoise_forwards),
+                (&mut total.commit_forwards, answer.commit_forwards),
+                (&mut total.reused_commits, answer.reused_commits),
+                (&mut total.processed_tokens, answer.processed_tokens),
+                (&mut total.constrained_forwards, answer.constrained_forwards),
+                (&mut total.determined_tokens, answer.determined_tokens),
+                (&mut total.forced_blocks, answer.forced_blocks),
+                (&mut total.token_edits, answer.token_edits),
+                (&mut total.deletes, answer.deletes),
+                (&mut total.splits, answer.splits),
+            ] {
+                *sum += part;
+            }
+            total.cache += answer.cache;
+            total.blocks.extend_from_slice(&answer.blocks);
+        }
+        total
+    }
+
     /// Completion tokens for each refinement forward.
     #[must_use]
     pub fn tokens_per_forward(&self) -> f64 {
@@ -189,6 +225,10 @@ pub enum JobError {
         /// Steps taken.
         steps: usize,
     },
+    /// The grammar that the output must stay in cannot be followed any further: it is too complex, or nothing that this
+    /// vocabulary can write goes on in it.
+    #[error("{0}")]
+    Grammar(String),
     /// Prompt and output need more pages than the cache has.
     #[error("{needed} pages of 32 positions are needed, but the cache has {free}")]
     Capacity {

@@ -18,7 +18,7 @@ use super::job::{BlockStats, JobError, JobStats};
 use super::view::BlockView;
 use crate::cache::{Access, BlockTokens, CacheStats, Found, PageId, PrefixCache, Sequence};
 use crate::decoder::{
-    Action, CommitKind, FinishReason, Generation, GenerationError, Language, Options, SpecialIds, StepView,
+    Action, CommitKind, FinishReason, Generation, GenerationError, Language, Options, SpecialIds, StepError, StepView,
 };
 use crate::model::{Backend, Batch, ModelError, Need, Output, Segment};
 use crate::persist::{LoadReport, Loader};
@@ -745,6 +745,9 @@ impl From<GenerationError> for JobError {
     fn from(error: GenerationError) -> Self {
         match error {
             GenerationError::NotConverged { start, masks, steps } => Self::NotConverged { offset: start, masks, steps },
+            GenerationError::Step { source: StepError::Language(_) | StepError::NothingAllowed { .. }, .. } => {
+                Self::Grammar(error.to_string())
+            }
             other => Self::Model(other.to_string()),
         }
     }

@@ -65,6 +65,8 @@ impl CallGrammar {
         let parts = self.dialect.parts(tokenizer);
         let more = match self.calls_max {
             None => format!("({} called)*", parts.separator),
+            // The parser takes no repetition of nothing.
+            Some(0 | 1) => String::new(),
             Some(max) => format!("({} called){{0,{}}}", parts.separator, max.saturating_sub(1)),
         };
         let closed = parts.close;

@@ -21,6 +21,7 @@ use crate::decoder::{Language, LanguageError, TokenSet};
 use crate::text::{SpecialTokens, Token, Tokenizer};
 
 pub use calls::{CallGrammar, CallStart, CallTool};
+pub use schema::check as check_schema;
 
 /// What an output must look like, from its first token on.
 #[derive(Clone, Debug, PartialEq)]

@@ -44,7 +44,7 @@ const WHITE_SPACE: &str = r"\x20|\x0A[\x20\x09]{0,40}";
 
 /// The schema as the parser takes it, if it can enforce all of it.
 pub(super) fn enforceable(schema: &Value) -> Result<Value, GrammarError> {
-    check(schema, "", 0)?;
+    check(schema)?;
     let mut members = match schema {
         Value::Object(members) => members.clone(),
         Value::Bool(true) => Map::new(),
@@ -54,8 +54,16 @@ pub(super) fn enforceable(schema: &Value) -> Result<Value, GrammarError> {
     Ok(Value::Object(members))
 }
 
+/// Refuses a schema that uses a keyword which cannot be enforced. What else may be wrong with it shows when it is used.
+///
+/// # Errors
+/// The keyword's path, from the schema on.
+pub fn check(schema: &Value) -> Result<(), GrammarError> {
+    check_at(schema, "", 0)
+}
+
 /// `path` leads to `schema`.
-fn check(schema: &Value, path: &str, depth: usize) -> Result<(), GrammarError> {
+fn check_at(schema: &Value, path: &str, depth: usize) -> Result<(), GrammarError> {
     let Value::Object(members) = schema else { return Ok(()) };
     if depth > DEPTH_MAX {
         return Err(GrammarError::Unusable(format!("the schema is nested deeper than {DEPTH_MAX}")));
@@ -67,15 +75,15 @@ fn check(schema: &Value, path: &str, depth: usize) -> Result<(), GrammarError> {
     for (name, value) in members {
         let keyword = name.as_str();
         match value {
-            Value::Object(_) if NESTED.contains(&keyword) => check(value, &step(name), depth + 1)?,
+            Value::Object(_) if NESTED.contains(&keyword) => check_at(value, &step(name), depth + 1)?,
             Value::Array(list) if LISTED.contains(&keyword) => {
                 for (index, value) in list.iter().enumerate() {
-                    check(value, &step(&format!("{name}[{index}]")), depth + 1)?;
+                    check_at(value, &step(&format!("{name}[{index}]")), depth + 1)?;
                 }
             }
             Value::Object(named) if NAMED.contains(&keyword) => {
                 for (key, value) in named {
-                    check(value, &step(&format!("{name}.{key}")), depth + 1)?;
+                    check_at(value, &step(&format!("{name}.{key}")), depth + 1)?;
                 }
             }
             _ => {}

@@ -1,76 +1,93 @@
-//! What an answer says: text and calls put together from deltas, why it ended, and the numbers about it.
+//! What an answer says, in every dialect: text and calls put together from deltas, why it ended, and the numbers about it.
 //!
 //! Plain answers and streams share everything here, so that a joined stream equals the plain answer.
 
 use std::time::Duration;
 
 use minnow_common::BLOCK;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
-use super::attempts::Attempts;
-use super::error::{ApiError, Code};
+use super::error::ApiError;
 use super::ids;
-use super::running::report;
+use super::running::{Running, report};
 use crate::engine::{BlockStats, BlockView, Cell, Event, Finish, FinishReason, JobStats};
 use crate::text::{Delta, Token, Tokenizer};
 
-/// Bytes of output that an error shows at most.
-pub(crate) const OUTPUT_SHOWN_MAX: usize = 16 << 10;
-
-/// What all chunks of an answer have in common, known before the first forward.
+/// What is known of an answer before the first forward.
 #[derive(Clone, Debug)]
 pub(crate) struct Heading {
-    /// Chat or text.
-    pub shape: Shape,
-    /// `chatcmpl-...` or `cmpl-...`
-    pub id: String,
     /// Unix seconds.
     pub created: u64,
     /// The model's name.
-    pub(crate) model: String,
+    pub model: String,
     /// Hash of build and weights.
     pub fingerprint: String,
-    /// Effective generation settings.
+    /// Effective generation settings, those of the first choice.
     pub settings: Value,
+    /// The first choice's seed; each further one has the next.
+    pub seed: u64,
     /// Fields of the request that had no effect.
     pub ignored_fields: Vec<String>,
-    /// Whether the request demanded a tool call.
-    pub must_call: bool,
-    /// What the answer begins with because the request demanded it: the head of a call.
+    /// Tools whose schemas could not be enforced.
+    pub unenforced: Vec<String>,
+    /// What each choice begins with because the request demanded it: the head of a call.
     pub opened: Vec<Delta>,
     /// Tokens of the prompt.
     pub prompt_tokens: usize,
-}
-
-/// The two forms of an answer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Shape {
-    /// `/v1/chat/completions`
-    Chat,
-    /// `/v1/completions`
-    Text,
+    /// Number of choices.
+    pub choices: usize,
 }
 
 impl Heading {
-    /// An object with the members that all answers and chunks begin with.
-    pub(crate) fn object(&self, is_chunk: bool) -> Map<String, Value> {
-        let object = match (self.shape, is_chunk) {
-            (Shape::Chat, false) => "chat.completion",
-            (Shape::Chat, true) => "chat.completion.chunk",
-            (Shape::Text, _) => "text_completion",
-        };
-        Map::from_iter([
-            ("id".to_owned(), json!(self.id)),
-            ("object".to_owned(), json!(object)),
-            ("created".to_owned(), json!(self.created)),
-            ("model".to_owned(), json!(self.model)),
-            ("system_fingerprint".to_owned(), json!(self.fingerprint)),
-        ])
+    /// The seed of a choice.
+    pub(crate) fn seed_of(&self, choice: usize) -> u64 {
+        self.seed.wrapping_add(choice as u64)
     }
 
-    /// The `minnow` object of a finished answer.
-    pub(crate) fn minnow(&self, finish: &Finish) -> Value {
-        let stats = &finish.stats;
+    /// The `minnow` object of a finished choice.
+    pub(crate) fn minnow(&self, choice: usize, finish: &Finish) -> Value {
+        let mut minnow = self.statistics(&finish.stats);
+        minnow["generation_settings"]["seed"] = json!(self.seed_of(choice));
+        minnow["batches"] = finish.stats.blocks.iter().map(batch).collect();
+        if let Some(error) = &finish.tool_parse_error {
+            minnow["tool_parse_error"] = json!(error);
+        }
+        minnow
+    }
+
+    /// The `minnow` object of a whole answer: sums, and what each choice is told apart by if there are several.
+    pub(crate) fn minnow_of_all(&self, finishes: &[&Finish]) -> Value {
+        if let [only] = finishes {
+            return self.minnow(0, only);
+        }
+        let mut minnow = self.statistics(&JobStats::total(finishes.iter().map(|finish| &finish.stats)));
+        let choices = finishes.iter().enumerate().map(|(index, finish)| {
+            let mut choice = json!({
+                "index": index,
+                "seed": self.seed_of(index),
+                "completion_tokens": finish.stats.completion_tokens,
+                "denoise_forwards": finish.stats.denoise_forwards,
+                "tokens_per_forward": finish.stats.tokens_per_forward(),
+                "queue_seconds": finish.stats.queued.as_secs_f64(),
+            });
+            if let Some(error) = &finish.tool_parse_error {
+                choice["tool_parse_error"] = json!(error);
+            }
+            choice
+        });
+        minnow["choices"] = choices.collect();
+        let batches = finishes.iter().enumerate().flat_map(|(index, finish)| {
+            finish.stats.blocks.iter().map(move |block| {
+                let mut batch = batch(block);
+                batch["choice"] = json!(index);
+                batch
+            })
+        });
+        minnow["batches"] = batches.collect();
+        minnow
+    }
+
+    fn statistics(&self, stats: &JobStats) -> Value {
         let evaluated = BLOCK * stats.denoise_forwards;
         let mut minnow = json!({
             "generation_settings": self.settings,
@@ -96,11 +113,10 @@ impl Heading {
             "deletes": stats.deletes,
             "splits": stats.splits,
             "tokens_per_second": rate(stats.completion_tokens, stats.prefill + stats.decode),
-            "batches": stats.blocks.iter().map(batch).collect::<Vec<_>>(),
             "ignored_fields": self.ignored_fields,
         });
-        if let Some(error) = &finish.tool_parse_error {
-            minnow["tool_parse_error"] = json!(error);
+        if !self.unenforced.is_empty() {
+            minnow["unenforced_schemas"] = json!(self.unenforced);
         }
         minnow
     }
@@ -210,68 +226,111 @@ fn ratio(above: usize, below: usize) -> f64 {
     if below == 0 { 0.0 } else { above as f64 / below as f64 }
 }
 
-/// The whole answer, once it is finished.
-pub(crate) async fn plain(mut attempts: Attempts, heading: &mut Heading) -> Result<Value, ApiError> {
-    let mut output = Output::new(heading.must_call);
-    output.extend(heading.opened.clone());
-    loop {
-        match attempts.next().await? {
+/// A finished choice.
+#[derive(Debug)]
+pub(crate) struct Done {
+    /// Its text and calls.
+    pub output: Output,
+    /// How it ended.
+    pub finish: Finish,
+}
+
+/// Waits for the whole answer: its choices, in their order.
+pub(crate) async fn collect(mut running: Running, opened: &[Delta]) -> Result<Vec<Done>, ApiError> {
+    let mut outputs: Vec<(Output, Option<Finish>)> = Vec::new();
+    outputs.resize_with(running.count(), || (Output::begun(opened), None));
+    let mut open = running.count();
+    while open > 0 {
+        let (choice, event) = running.next().await;
+        let (output, finished) = &mut outputs[choice];
+        match event {
             Event::Block { deltas, .. } => output.extend(deltas),
             Event::Finished(mut finish) => {
                 output.extend(std::mem::take(&mut finish.deltas));
-                heading.settings["seed"] = attempts.seed().into();
-                return output.object(heading, &finish);
+                *finished = Some(finish);
+                open -= 1;
             }
             Event::Failed(error) => return Err(report(error)),
             Event::Admitted { .. } | Event::Prefilled { .. } | Event::Refined(_) | Event::Step { .. } => {}
         }
     }
+    let done = outputs.into_iter().filter_map(|(output, finish)| Some(Done { output, finish: finish? }));
+    Ok(done.collect())
 }
 
-/// Text and calls of an answer, put together as they are committed.
-#[derive(Debug)]
+/// Text and calls of a choice, put together as they are committed.
+#[derive(Debug, Default)]
 pub(crate) struct Output {
-    content: String,
-    calls: Vec<Call>,
-    must_call: bool,
+    /// The text outside of calls.
+    pub content: String,
+    /// Calls, in their order.
+    pub calls: Vec<Call>,
 }
 
+/// A tool call.
 #[derive(Debug)]
-struct Call {
-    id: String,
-    name: String,
-    arguments: String,
-    is_closed: bool,
+pub(crate) struct Call {
+    /// `call_...`
+    pub id: String,
+    /// The function's name.
+    pub name: String,
+    /// What it is called with, as the model wrote it.
+    pub arguments: String,
+    /// Whether all of it is there.
+    pub is_closed: bool,
+}
+
+/// What is new in an output.
+#[derive(Debug, PartialEq)]
+pub(crate) enum News {
+    /// More text; never empty.
+    Text(String),
+    /// A call begins, the one with this index.
+    Call(usize),
+    /// More of a call's arguments.
+    Arguments(usize, String),
+    /// A call is complete.
+    CallEnd(usize),
+}
+
+/// Why an output ended, as clients are told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// The turn ended, or a stop string came.
+    Stop,
+    /// The limit was reached.
+    Length,
+    /// The turn ended with calls.
+    Calls,
 }
 
 impl Output {
-    /// Nothing yet.
-    pub(crate) fn new(must_call: bool) -> Self {
-        Self { content: String::new(), calls: Vec::new(), must_call }
+    /// What was given before the first forward.
+    pub(crate) fn begun(opened: &[Delta]) -> Self {
+        let mut output = Self::default();
+        output.extend(opened.to_vec());
+        output
     }
 
-    /// Adds a delta and gives it in the form that chat chunks show; `None` if it shows nothing.
-    pub(crate) fn push(&mut self, delta: Delta) -> Option<Value> {
+    /// Adds a delta. Gives what is new, `None` if nothing is.
+    pub(crate) fn push(&mut self, delta: Delta) -> Option<News> {
         match delta {
             Delta::Content(text) => {
                 self.content.push_str(&text);
-                (!text.is_empty()).then(|| json!({ "content": text }))
+                (!text.is_empty()).then_some(News::Text(text))
             }
             Delta::CallBegin { index, name } => {
                 let id = ids::random("call_");
-                let function = json!({ "name": name, "arguments": "" });
-                let call = json!({ "index": index, "id": id, "type": "function", "function": function });
                 self.calls.push(Call { id, name, arguments: String::new(), is_closed: false });
-                Some(json!({ "tool_calls": [call] }))
+                Some(News::Call(index))
             }
             Delta::CallArguments { index, fragment } => {
-                let piece = json!({ "index": index, "function": { "arguments": fragment } });
                 self.calls.get_mut(index)?.arguments.push_str(&fragment);
-                Some(json!({ "tool_calls": [piece] }))
+                Some(News::Arguments(index, fragment))
             }
             Delta::CallEnd { index } => {
                 self.calls.get_mut(index)?.is_closed = true;
-                None
+                Some(News::CallEnd(index))
             }
         }
     }
@@ -282,48 +341,13 @@ impl Output {
         }
     }
 
-    /// `stop`, `length` or `tool_calls`; refused if a demanded call was not made although the model had room for it.
-    pub(crate) fn finish_reason(&self, reason: FinishReason) -> Result<&'static str, ApiError> {
-        let has_call = self.calls.iter().any(|call| call.is_closed);
+    /// Why it ended. A demanded call is always made where there was room for it.
+    pub(crate) fn ending(&self, reason: FinishReason) -> Ending {
         match reason {
-            FinishReason::Length => Ok("length"),
-            FinishReason::Stop if has_call => Ok("tool_calls"),
-            FinishReason::Stop if self.must_call => {
-                let message = "a tool call was demanded, but the model ended its turn without a complete one";
-                let output: String = self.content.chars().take(OUTPUT_SHOWN_MAX / 4).collect();
-                Err(ApiError::new(Code::ToolChoiceUnsatisfied, message).at("tool_choice").with("output", output))
-            }
-            FinishReason::Stop => Ok("stop"),
+            FinishReason::Length => Ending::Length,
+            FinishReason::Stop if self.calls.iter().any(|call| call.is_closed) => Ending::Calls,
+            FinishReason::Stop => Ending::Stop,
         }
-    }
-
-    fn object(self, heading: &Heading, finish: &Finish) -> Result<Value, ApiError> {
-        let reason = self.finish_reason(finish.reason)?;
-        let mut choice = Map::from_iter([("index".to_owned(), json!(0))]);
-        match heading.shape {
-            Shape::Chat => choice.insert("message".to_owned(), self.message()),
-            Shape::Text => choice.insert("text".to_owned(), json!(self.content)),
-        };
-        choice.insert("logprobs".to_owned(), Value::Null);
-        choice.insert("finish_reason".to_owned(), json!(reason));
-        let mut object = heading.object(false);
-        object.insert("choices".to_owned(), json!([choice]));
-        object.insert("usage".to_owned(), usage(&finish.stats));
-        object.insert("timings".to_owned(), Timings::of(&finish.stats).object());
-        object.insert("minnow".to_owned(), heading.minnow(finish));
-        Ok(Value::Object(object))
-    }
-
-    fn message(self) -> Value {
-        if self.calls.is_empty() {
-            return json!({"role": "assistant", "content": self.content});
-        }
-        let calls = self.calls.into_iter().map(|call| {
-            let function = json!({"name": call.name, "arguments": call.arguments});
-            json!({"id": call.id, "type": "function", "function": function})
-        });
-        let content = if self.content.is_empty() { Value::Null } else { json!(self.content) };
-        json!({"role": "assistant", "content": content, "tool_calls": calls.collect::<Vec<_>>()})
     }
 }
 
@@ -331,55 +355,18 @@ impl Output {
 mod tests {
     use super::*;
 
-    fn calling(deltas: Vec<Delta>, must_call: bool) -> (Output, Vec<Value>) {
-        let mut output = Output::new(must_call);
-        let shown = deltas.into_iter().filter_map(|delta| output.push(delta)).collect();
-        (output, shown)
-    }
-
-    fn call(index: usize) -> Vec<Delta> {
-        let fragment = |text: &str| Delta::CallArguments { index, fragment: text.to_owned() };
-        vec![
-            Delta::CallBegin { index, name: "f".to_owned() },
-            fragment("{\"a\":"),
-            fragment("1}"),
-            Delta::CallEnd { index },
-        ]
-    }
-
     #[test]
-    fn streamed_calls_and_the_final_message_agree() {
-        let (output, shown) = calling([call(0), call(1)].concat(), false);
-        let calls: Vec<&Value> = shown.iter().map(|delta| &delta["tool_calls"][0]).collect();
-        let indexes: Vec<u64> = calls.iter().filter_map(|call| call["index"].as_u64()).collect();
-        assert_eq!(indexes, [0, 0, 0, 1, 1, 1]);
-        assert_eq!(calls[0]["function"], json!({"name": "f", "arguments": ""}));
-        assert_eq!(calls[1], &json!({"index": 0, "function": {"arguments": "{\"a\":"}}));
-        assert_eq!(output.finish_reason(FinishReason::Stop), Ok("tool_calls"));
-        let message = output.message();
-        assert_eq!(message["content"], Value::Null);
-        assert_eq!(message["tool_calls"][1]["function"]["arguments"], "{\"a\":1}");
-        assert_eq!(message["tool_calls"][0]["id"], calls[0]["id"]);
-        assert_ne!(message["tool_calls"][0]["id"], message["tool_calls"][1]["id"]);
-    }
-
-    #[test]
-    fn a_cut_call_is_shown_as_far_as_it_came() {
-        let (output, _) = calling(call(0)[..2].to_vec(), true);
-        assert_eq!(output.finish_reason(FinishReason::Length), Ok("length"));
-        assert_eq!(output.message()["tool_calls"][0]["function"]["arguments"], "{\"a\":");
-    }
-
-    #[test]
-    fn a_demanded_call_that_was_not_made_is_an_error_with_the_output() {
-        let (output, _) = calling(vec![Delta::Content("No.".to_owned())], true);
-        let error = output.finish_reason(FinishReason::Stop).unwrap_err();
-        assert_eq!(error.code(), Code::ToolChoiceUnsatisfied);
-        assert_eq!(error.body()["error"]["output"], "No.");
-        assert_eq!(output.finish_reason(FinishReason::Length), Ok("length"));
-        let (output, _) = calling(vec![Delta::Content("No.".to_owned())], false);
-        assert_eq!(output.finish_reason(FinishReason::Stop), Ok("stop"));
-        assert_eq!(output.message(), json!({"role": "assistant", "content": "No."}));
+    fn only_a_complete_call_is_why_an_answer_ended() {
+        let begin = Delta::CallBegin { index: 0, name: "f".to_owned() };
+        let mut output = Output::begun(&[begin]);
+        assert_eq!(output.ending(FinishReason::Stop), Ending::Stop);
+        let fragment = "{}".to_owned();
+        let news = output.push(Delta::CallArguments { index: 0, fragment: fragment.clone() });
+        assert_eq!(news, Some(News::Arguments(0, fragment)));
+        assert_eq!(output.push(Delta::CallEnd { index: 0 }), Some(News::CallEnd(0)));
+        assert_eq!(output.ending(FinishReason::Stop), Ending::Calls);
+        assert_eq!(output.ending(FinishReason::Length), Ending::Length);
+        assert_eq!(output.push(Delta::Content(String::new())), None);
     }
 
     #[test]

@@ -55,10 +55,8 @@ pub(crate) enum Code {
     UnsupportedMediaType,
     /// The body did not arrive in time.
     RequestTimeout,
-    /// The output does not have the form that was asked for.
-    JsonValidationFailed,
-    /// A forced tool call was not made.
-    ToolChoiceUnsatisfied,
+    /// The output cannot go on in its grammar.
+    GrammarFailed,
     /// A block did not settle within its step limit.
     NotConverged,
     /// Too many requests wait already.
@@ -106,12 +104,7 @@ impl Code {
             Self::TooLarge => (StatusCode::PAYLOAD_TOO_LARGE, REQUEST, "request_too_large"),
             Self::UnsupportedMediaType => (StatusCode::UNSUPPORTED_MEDIA_TYPE, REQUEST, "unsupported_media_type"),
             Self::RequestTimeout => (StatusCode::REQUEST_TIMEOUT, REQUEST, "request_timeout"),
-            Self::JsonValidationFailed => {
-                (StatusCode::UNPROCESSABLE_ENTITY, "unprocessable_error", "json_validation_failed")
-            }
-            Self::ToolChoiceUnsatisfied => {
-                (StatusCode::UNPROCESSABLE_ENTITY, "unprocessable_error", "tool_choice_unsatisfied")
-            }
+            Self::GrammarFailed => (StatusCode::UNPROCESSABLE_ENTITY, "unprocessable_error", "grammar_failed"),
             Self::NotConverged => (StatusCode::UNPROCESSABLE_ENTITY, "unprocessable_error", "not_converged"),
             Self::QueueFull => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", "queue_full"),
             Self::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "server_error", "internal_error"),
@@ -231,6 +224,7 @@ impl From<JobError> for ApiError {
     fn from(error: JobError) -> Self {
         let code = match &error {
             JobError::NotConverged { .. } => Code::NotConverged,
+            JobError::Grammar(_) => Code::GrammarFailed,
             JobError::Capacity { .. } => Code::Capacity,
             JobError::QueueTimeout { .. } => Code::QueueTimeout,
             JobError::Draining | JobError::Cancelled => Code::Draining,

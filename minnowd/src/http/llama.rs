@@ -12,6 +12,7 @@ use super::App;
 use super::error::{ApiError, Code};
 use super::fields::{as_list, as_text, wrong_value};
 use super::openai::{self, Conversation, Tools};
+use super::request::{self, prepare};
 use crate::session::Session;
 use crate::text::ChatInput;
 
@@ -81,7 +82,8 @@ fn own_props(app: &App, session: &Session) -> Value {
         "block_size": session.config.block_size,
         "limits": limits(app, session),
         "capabilities": {
-            "logprobs": false, "n": 1, "response_format": "checked", "resumable_streams": true, "strict_tools": false,
+            "logprobs": false, "n": request::choices_max(session), "response_format": "constrained", "resumable_streams": true,
+            "strict_tools": true, "grammars": ["regex", "lark"],
         },
         "cache": { "slots": session.parallel, "budget_bytes": session.cache_bytes, "reuse_threshold": minnow_common::BLOCK },
         "parallel": session.parallel,
@@ -127,7 +129,7 @@ pub(crate) async fn slots(
 
 /// `POST /tokenize`
 pub(crate) async fn tokenize(State(app): State<App>, request: Request) -> Result<Json<Value>, ApiError> {
-    let tokens = openai::prepare(&app, request, |_, session, mut fields, _| {
+    let tokens = prepare(&app, request, |_, session, mut fields, _| {
         let content = as_text("content", fields.required("content")?)?;
         let with_pieces = fields.boolean("with_pieces")?.unwrap_or(false);
         // No token is ever added by itself, so there is nothing for this field to do.
@@ -156,7 +158,7 @@ fn piece(bytes: Vec<u8>) -> Value {
 
 /// `POST /detokenize`
 pub(crate) async fn detokenize(State(app): State<App>, request: Request) -> Result<Json<Value>, ApiError> {
-    let content = openai::prepare(&app, request, |_, session, mut fields, _| {
+    let content = prepare(&app, request, |_, session, mut fields, _| {
         let items = as_list("tokens", fields.required("tokens")?)?;
         let tokens = openai::completions::read_tokens("tokens", &items, session.config.vocab_size)?;
         Ok(session.tokenizer.decode_with_specials(&tokens))
@@ -166,12 +168,12 @@ pub(crate) async fn detokenize(State(app): State<App>, request: Request) -> Resu
 
 /// `POST /apply-template`
 pub(crate) async fn apply_template(State(app): State<App>, request: Request) -> Result<Json<Value>, ApiError> {
-    let prompt = openai::prepare(&app, request, |_, session, mut fields, _| {
+    let prompt = prepare(&app, request, |_, session, mut fields, _| {
         let messages = Conversation::read(&mut fields)?.messages;
         let tools = Tools::read(&mut fields)?.definitions;
         let kwargs = fields.map("chat_template_kwargs")?.unwrap_or_default();
         let add_generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(true);
-        openai::chat::render(session, ChatInput { messages, tools, kwargs, add_generation_prompt })
+        openai::chat::render(session, ChatInput { messages, tools, kwargs, add_generation_prompt }, "messages")
             .map(|pieces| pieces.text())
     });
     Ok(Json(json!({ "prompt": prompt.await? })))
@@ -179,7 +181,7 @@ pub(crate) async fn apply_template(State(app): State<App>, request: Request) -> 
 
 /// `POST /v1/chat/completions/control`: there is no reasoning block that could be ended.
 pub(crate) async fn control(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
-    openai::prepare(&app, request, |_, _, mut fields, _| {
+    prepare(&app, request, |_, _, mut fields, _| {
         as_text("id", fields.required("id")?)?;
         let action = fields.required("action")?;
         if action != "reasoning_end" {

@@ -1,7 +1,7 @@
 //! The HTTP side: routes, request parsing, answers and event streams. Tokio stops here.
 //!
-//! A request is read once, strictly, into plain structs ([`openai`]), becomes a job for the engine ([`running`]), and
-//! its events become one JSON object ([`answer`]) or an event stream ([`stream`]). `docs/api.md` lists routes,
+//! A request is read once, strictly, into plain structs ([`openai`], [`request`]), becomes jobs for the engine
+//! ([`running`]), and their events become one JSON object ([`answer`]) or an event stream ([`stream`]). `docs/api.md` lists routes,
 //! fields and errors.
 //!
 //! Always holds: every answer has an `x-request-id`; every refusal is a JSON error object; a client that goes away
@@ -11,7 +11,6 @@
 //! `/` is a page for people ([`ui`]): our own, or a folder's.
 
 mod answer;
-mod attempts;
 mod auth;
 mod body;
 mod connection;
@@ -25,6 +24,7 @@ mod metrics;
 mod models;
 mod openai;
 mod openapi;
+mod request;
 mod running;
 mod serve;
 mod sessions;

@@ -274,6 +274,18 @@ fn schemas() -> Value {
         ("evaluated_tokens", count()),
         ("elapsed_seconds", amount()),
     ]);
+    let one_of_several = object(
+        &[
+            ("index", count()),
+            ("seed", count()),
+            ("completion_tokens", count()),
+            ("denoise_forwards", count()),
+            ("tokens_per_forward", amount()),
+            ("queue_seconds", amount()),
+            ("tool_parse_error", text()),
+        ],
+        &["index", "seed", "completion_tokens", "denoise_forwards", "tokens_per_forward", "queue_seconds"],
+    );
     let settings = whole(&[
         ("seed", json!({ "type": "integer" })),
         ("temperature", amount()),
@@ -298,6 +310,8 @@ fn schemas() -> Value {
         "processed_tokens",
         "commit_forwards",
         "reused_commits",
+        "constrained_forwards",
+        "determined_tokens",
         "token_edits",
         "forced_blocks",
         "deletes",
@@ -318,7 +332,12 @@ fn schemas() -> Value {
     }
     let required: Vec<&str> = statistics.iter().map(|(name, _)| *name).collect();
     let mut members = statistics.clone();
-    members.extend([("cache_slot", maybe("integer")), ("tool_parse_error", text())]);
+    members.extend([
+        ("cache_slot", maybe("integer")),
+        ("tool_parse_error", text()),
+        ("unenforced_schemas", list(text())),
+        ("choices", list(one_of_several)),
+    ]);
     let usage = whole(&[
         ("prompt_tokens", count()),
         ("completion_tokens", count()),

@@ -1,99 +1,167 @@
-//! A submitted job and whoever waits for it.
+//! A submitted request and whoever waits for it.
 //!
-//! [`Running`] owns the job's cancellation: dropping it, because the answer is complete or because the client's
-//! connection is gone and its future was dropped, cancels the job. So plain answers and streams are treated alike.
+//! [`Running`] owns the cancellation of its jobs, one for each choice: dropping it, because the answer is complete or
+//! because the client's connection is gone and its future was dropped, cancels them all. So plain answers and streams are
+//! treated alike.
 
+use std::future::poll_fn;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
+use serde_json::Value;
 use tokio::sync::{mpsc, watch};
 use tracing::{error, info};
 
 use super::App;
 use super::error::{ApiError, Code};
 use super::metrics::{Metrics, Phase};
-use super::openai::Order;
-use super::slots::Slot;
+use super::request::Order;
+use super::slots::{Slot, Slots};
 use crate::engine::{Cancel, Event, Job, JobError};
 use crate::text::Delta;
 
-/// Events that may wait for a slow reader; refinement events are dropped when it is full, blocks wait.
+/// Events of a job that may wait for a slow reader; refinement events are dropped when it is full, blocks wait.
 const EVENTS_MAX: usize = 64;
 
-/// A job that has left the queue.
+/// A request of which at least the first job has left the queue.
 #[derive(Debug)]
 pub(crate) struct Running {
-    /// Prompt tokens found in the cache.
+    /// Prompt tokens that the first job found in the cache.
     pub cached_tokens: usize,
-    events: mpsc::Receiver<Event>,
+    choices: Vec<Choice>,
+    /// The choice whose events are looked at first, so that none waits for the others.
+    turn: usize,
     cancelled: watch::Receiver<bool>,
-    slot: Slot,
+    slots: Slots,
+    facts: Facts,
     guard: Guard,
 }
 
+/// One job.
+#[derive(Debug)]
+struct Choice {
+    events: mpsc::Receiver<Event>,
+    /// Where it runs; `None` before and after.
+    slot: Option<Slot>,
+    is_ended: bool,
+}
+
+/// What slots show of a job.
+#[derive(Debug)]
+struct Facts {
+    settings: Value,
+    prompt_tokens: usize,
+    max_new: usize,
+}
+
 impl Running {
-    /// Submits a job and waits until it leaves the queue.
+    /// Submits a request's jobs and waits until the first leaves the queue.
     pub(crate) async fn start(app: &App, order: Order) -> Result<Self, ApiError> {
-        let (sender, mut events) = mpsc::channel(EVENTS_MAX);
+        let Order { task, text, choices, wants_progress, is_watched, settings, request_id } = order;
         let cancel = Cancel::default();
-        let (prompt_tokens, max_new) = (order.task.prompt.len(), order.task.max_new);
-        app.engine().submit(Job {
-            task: order.task,
-            text: order.text,
-            wants_progress: order.wants_progress,
-            is_watched: order.is_watched,
-            events: sender,
-            cancel: cancel.clone(),
-        })?;
-        let mut guard = Guard::new(cancel, order.request_id, app.metrics());
-        let mut cancelled = app.cancelled();
-        let cached_tokens = match next(&mut events, &mut cancelled).await {
-            Event::Admitted { cached_tokens, queued } => {
-                guard.admitted(queued);
-                cached_tokens
+        let facts = Facts { settings, prompt_tokens: task.prompt.len(), max_new: task.max_new };
+        let (jobs, choices): (Vec<Job>, Vec<Choice>) = (0..choices as u64)
+            .map(|index| {
+                let (sender, events) = mpsc::channel(EVENTS_MAX);
+                let mut task = task.clone();
+                task.seed = task.seed.wrapping_add(index);
+                let (text, cancel) = (text.clone(), cancel.clone());
+                let job = Job { task, text, wants_progress, is_watched, events: sender, cancel };
+                (job, Choice { events, slot: None, is_ended: false })
+            })
+            .unzip();
+        app.engine().submit_choices(jobs)?;
+        let mut running = Self {
+            cached_tokens: 0,
+            choices,
+            turn: 0,
+            cancelled: app.cancelled(),
+            slots: app.slots().clone(),
+            facts,
+            guard: Guard::new(cancel, request_id, app.metrics()),
+        };
+        match running.next().await {
+            (_, Event::Admitted { cached_tokens, queued }) => {
+                running.cached_tokens = cached_tokens;
+                running.guard.admitted(queued);
+                Ok(running)
             }
-            Event::Failed(error) => {
+            (_, Event::Failed(error)) => {
                 if matches!(error, JobError::Capacity { .. }) {
                     app.metrics().capacity_rejected();
                 }
-                guard.done("refused", prompt_tokens, 0);
-                return Err(report(error));
+                Err(report(error))
             }
             other => {
                 error!(event = ?other, "the engine's first event is not an admission");
-                return Err(ApiError::internal());
+                Err(ApiError::internal())
             }
-        };
-        let slot = app.slots().take(order.settings, prompt_tokens, max_new);
-        Ok(Self { cached_tokens, events, cancelled, slot, guard })
+        }
     }
 
-    /// The next event. After `Finished` or `Failed` there is none, and asking again gives `Failed`.
-    pub(crate) async fn next(&mut self) -> Event {
-        let event = next(&mut self.events, &mut self.cancelled).await;
-        match &event {
+    /// Number of choices.
+    pub(crate) fn count(&self) -> usize {
+        self.choices.len()
+    }
+
+    /// The next event, and the choice that it belongs to. After each has `Finished`, or one `Failed`, there is none, and
+    /// asking again gives `Failed`.
+    pub(crate) async fn next(&mut self) -> (usize, Event) {
+        let (choices, turn, cancelled) = (&mut self.choices, &mut self.turn, &mut self.cancelled);
+        let (index, event) = tokio::select! {
+            biased;
+            next = poll_fn(|cx| {
+                for offset in 0..choices.len() {
+                    let index = (*turn + offset) % choices.len();
+                    if choices[index].is_ended {
+                        continue;
+                    }
+                    if let Poll::Ready(event) = choices[index].events.poll_recv(cx) {
+                        *turn = index + 1;
+                        let missing = || Event::Failed(JobError::Model("no more events".to_owned()));
+                        return Poll::Ready((index, event.unwrap_or_else(missing)));
+                    }
+                }
+                Poll::Pending
+            }) => next,
+            _ = cancelled.wait_for(|cancelled| *cancelled) => (0, Event::Failed(JobError::Draining)),
+        };
+        self.note(index, &event);
+        (index, event)
+    }
+
+    /// Keeps slots, metrics and the log up to date.
+    fn note(&mut self, index: usize, event: &Event) {
+        let choice = &mut self.choices[index];
+        match event {
+            Event::Admitted { .. } => {
+                let Facts { settings, prompt_tokens, max_new } = &self.facts;
+                choice.slot = Some(self.slots.take(settings.clone(), *prompt_tokens, *max_new));
+            }
             Event::Block { deltas, completion_tokens, .. } => {
                 let has_line_break =
                     deltas.iter().any(|delta| matches!(delta, Delta::Content(text) if text.contains('\n')));
-                self.slot.update(*completion_tokens, has_line_break);
+                if let Some(slot) = &choice.slot {
+                    slot.update(*completion_tokens, has_line_break);
+                }
                 self.guard.block();
             }
             Event::Finished(finish) => {
-                self.guard.metrics.finished(&finish.stats);
-                self.guard.done("finished", finish.stats.prompt_tokens, finish.stats.completion_tokens);
+                (choice.slot, choice.is_ended) = (None, true);
+                let mut stats = finish.stats.clone();
+                if index > 0 {
+                    stats.forget_prompt();
+                }
+                self.guard.metrics.finished(&stats);
+                self.guard.completion_tokens += finish.stats.completion_tokens;
+                if self.choices.iter().all(|choice| choice.is_ended) {
+                    self.guard.done("finished", self.facts.prompt_tokens);
+                }
             }
-            Event::Failed(_) => self.guard.done("failed", 0, 0),
+            Event::Failed(_) => self.guard.done("failed", self.facts.prompt_tokens),
             _ => {}
         }
-        event
-    }
-}
-
-async fn next(events: &mut mpsc::Receiver<Event>, cancelled: &mut watch::Receiver<bool>) -> Event {
-    tokio::select! {
-        biased;
-        event = events.recv() => event.unwrap_or_else(|| Event::Failed(JobError::Model("no more events".to_owned()))),
-        _ = cancelled.wait_for(|cancelled| *cancelled) => Event::Failed(JobError::Draining),
     }
 }
 
@@ -110,7 +178,7 @@ pub(crate) fn report(error: JobError) -> ApiError {
     }
 }
 
-/// Cancels on drop and logs how the job ended.
+/// Cancels on drop and logs how the request ended.
 #[derive(Debug)]
 struct Guard {
     cancel: Cancel,
@@ -118,13 +186,21 @@ struct Guard {
     started: Instant,
     metrics: Arc<Metrics>,
     phase: Phase,
+    completion_tokens: usize,
     is_done: bool,
 }
 
 impl Guard {
     fn new(cancel: Cancel, request_id: String, metrics: &Arc<Metrics>) -> Self {
-        let metrics = Arc::clone(metrics);
-        Self { cancel, request_id, started: Instant::now(), metrics, phase: Phase::Queued, is_done: false }
+        Self {
+            cancel,
+            request_id,
+            started: Instant::now(),
+            metrics: Arc::clone(metrics),
+            phase: Phase::Queued,
+            completion_tokens: 0,
+            is_done: false,
+        }
     }
 
     fn admitted(&mut self, queued: Duration) {
@@ -139,10 +215,10 @@ impl Guard {
         }
     }
 
-    fn done(&mut self, outcome: &str, prompt_tokens: usize, completion_tokens: usize) {
+    fn done(&mut self, outcome: &str, prompt_tokens: usize) {
         self.is_done = true;
-        let ms = milliseconds(self.started.elapsed());
-        info!(id = self.request_id, outcome, prompt_tokens, completion_tokens, ms, "job ended");
+        let (completion_tokens, ms) = (self.completion_tokens, milliseconds(self.started.elapsed()));
+        info!(id = self.request_id, outcome, prompt_tokens, completion_tokens, ms, "request ended");
     }
 }
 

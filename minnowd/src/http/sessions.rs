@@ -12,7 +12,7 @@ use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::convert::Infallible;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
 use axum::Json;
 use axum::body::{Body, Bytes};
@@ -27,7 +27,7 @@ use tokio::sync::watch;
 use super::auth::Owner;
 use super::error::{ApiError, Code};
 use super::fields::{as_list, as_text};
-use super::{App, openai, stream};
+use super::{App, request, stream};
 use crate::config::StreamLimits;
 
 /// Bytes that a reader takes at once.
@@ -209,7 +209,7 @@ impl State {
             conversation,
             log: VecDeque::new(),
             dropped: 0,
-            started_at: unix_seconds(),
+            started_at: request::unix_seconds(),
             ended: None,
             changed: watch::Sender::new(()),
             _alive: alive,
@@ -237,7 +237,7 @@ impl State {
 
     fn finish(&mut self, number: u64) {
         if let Some(session) = self.sessions.get_mut(&number) {
-            session.ended = Some((unix_seconds(), Instant::now()));
+            session.ended = Some((request::unix_seconds(), Instant::now()));
             session.changed.send_replace(());
         }
     }
@@ -253,10 +253,6 @@ impl State {
         }
         if session.ended.is_some() { Piece::End } else { Piece::Wait(session.changed.subscribe()) }
     }
-}
-
-fn unix_seconds() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
 /// The conversation that a request's stream belongs to, if it names one.
@@ -332,7 +328,7 @@ pub(crate) async fn stop(
 pub(crate) async fn lookup(Shared(app): Shared<App>, request: Request) -> Result<Json<Value>, ApiError> {
     const NAME: &str = "conversation_ids";
     let owner = Owner::of(&request);
-    let wanted = openai::prepare(&app, request, |_, _, mut fields, _| {
+    let wanted = request::prepare(&app, request, |_, _, mut fields, _| {
         let ids = as_list(NAME, fields.required(NAME)?)?;
         if ids.len() > LOOKUP_IDS_MAX {
             let message = format!("{NAME} has {} entries, at most {LOOKUP_IDS_MAX} are allowed", ids.len());

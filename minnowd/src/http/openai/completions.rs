@@ -5,11 +5,12 @@ use axum::response::Response;
 use serde_json::Value;
 
 use super::table::On;
-use super::{Draft, Prepared, Settings, check_rest, respond};
+use super::telling::teller;
+use super::{Settings, Shape};
 use crate::http::App;
-use crate::http::answer::Shape;
 use crate::http::error::{ApiError, Code};
 use crate::http::fields::{Fields, as_integer, wrong_type};
+use crate::http::request::{Draft, Prepared, check_rest, respond};
 use crate::session::Session;
 use crate::text::OutputText;
 
@@ -40,8 +41,10 @@ fn prepare_text(app: &App, session: &Session, mut fields: Fields, request_id: St
         }
     };
     let text = OutputText::plain(&session.tokenizer, &settings.stops).ending_at(&session.stop_ids());
-    Draft { shape: Shape::Text, prompt, text, opened: Vec::new(), settings, ignored, must_call: false, format: None }
-        .settle(app, session, request_id)
+    let form = settings.form.take();
+    let draft = Draft { prompt, prompt_field: "prompt", text, opened: Vec::new(), settings, ignored, form };
+    let settled = draft.settle(app, session, request_id)?;
+    Ok(settled.told_by(teller(Shape::Text, session)))
 }
 
 fn read_prompt(fields: &mut Fields, vocabulary: usize) -> Result<Prompt, ApiError> {

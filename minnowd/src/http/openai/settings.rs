@@ -5,10 +5,12 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::table::{FIELDS, Fate, On, PING_SECONDS_MAX, STEPS_MAX};
+use super::form::Form;
+use super::table::{CHOICES_MAX, FIELDS, Fate, On, PING_SECONDS_MAX, STEPS_MAX};
 use crate::cache::Access;
 use crate::config::Unsupported;
 use crate::decoder::{Options, Preset};
+use crate::grammar::Grammar;
 use crate::http::error::{ApiError, Code};
 use crate::http::fields::{Fields, as_text, wrong_type, wrong_value};
 
@@ -21,10 +23,14 @@ const PING_SECONDS: i64 = 30;
 /// What a request says about generating.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Settings {
+    /// How many answers; at least one.
+    pub choices: usize,
     /// Output limit; `None` leaves it to the server's default.
     pub limit: Option<Limit>,
     /// Decoding options, the server's where the request says nothing.
     pub options: Options,
+    /// The grammar that the client wants the answer in.
+    pub form: Option<Form>,
     /// `None` leaves it to the server.
     pub seed: Option<u64>,
     /// Whether known blocks are reused, and new ones offered to others.
@@ -72,13 +78,23 @@ impl Settings {
         unsupported: Unsupported,
     ) -> Result<Self, ApiError> {
         let ignored = take_inert(fields, kind, unsupported)?;
+        let (options, form) = read_options(fields, defaults)?;
         Ok(Self {
+            choices: match fields.integer("n", 1..=i64::MAX)? {
+                None => 1,
+                Some(choices @ ..=CHOICES_MAX) => usize::try_from(choices).unwrap_or(1),
+                Some(choices) => {
+                    let message = format!("n is {choices}, but at most {CHOICES_MAX} are given");
+                    return Err(ApiError::new(Code::UnsupportedValue, message).at("n"));
+                }
+            },
             cache: match fields.boolean("cache_prompt")? {
                 Some(false) => Access::Private,
                 Some(true) | None => Access::Shared,
             },
             limit: read_limit(fields)?,
-            options: read_options(fields, defaults)?,
+            options,
+            form,
             #[expect(clippy::cast_sign_loss, reason = "only the negative value -1 passes, and it is filtered out")]
             seed: fields.integer("seed", -1..=i64::MAX)?.filter(|&seed| seed >= 0).map(|seed| seed as u64),
             stops: read_stops(fields)?,
@@ -131,7 +147,8 @@ fn read_limit(fields: &mut Fields) -> Result<Option<Limit>, ApiError> {
     Ok(limit.map(|tokens| usize::try_from(tokens).map_or(Limit::Room, Limit::Tokens)))
 }
 
-fn read_options(fields: &mut Fields, defaults: &Options) -> Result<Options, ApiError> {
+/// Decoding options, and the client's own grammar.
+fn read_options(fields: &mut Fields, defaults: &Options) -> Result<(Options, Option<Form>), ApiError> {
     let mut inner = fields.object("minnow")?;
     let named = inner.as_mut().map(read_preset).transpose()?.flatten();
     // A preset stands for thresholds, so thresholds beat it wherever either stands.
@@ -139,10 +156,12 @@ fn read_options(fields: &mut Fields, defaults: &Options) -> Result<Options, ApiE
         Some(preset) => defaults.with_preset(preset),
         None => *defaults,
     };
+    let mut form = None;
     if let Some(mut inner) = inner {
         read_diffusion(&mut inner, &mut options)?;
+        form = read_form(&mut inner)?;
         if let Some(path) = inner.rest().into_iter().next() {
-            let message = format!("{path} is not known; minnow holds diffusion options only");
+            let message = format!("{path} is not known; minnow holds diffusion options, regex and grammar only");
             return Err(ApiError::new(Code::UnknownParameter, message).at(path));
         }
     }
@@ -159,7 +178,20 @@ fn read_options(fields: &mut Fields, defaults: &Options) -> Result<Options, ApiE
         options.top_k = usize::try_from(top_k).unwrap_or(usize::MAX);
     }
     options.check().map_err(|error| ApiError::new(Code::InvalidValue, error.to_string()).at(error.field))?;
-    Ok(options)
+    Ok((options, form))
+}
+
+fn read_form(fields: &mut Fields) -> Result<Option<Form>, ApiError> {
+    let path = fields.path("grammar");
+    match (fields.text("regex")?, fields.text("grammar")?) {
+        (Some(_), Some(_)) => {
+            let message = format!("{path} and {} cannot hold together", fields.path("regex"));
+            Err(ApiError::new(Code::UnsupportedParameter, message).at(path))
+        }
+        (Some(regex), None) => Ok(Some(Form::of_field(Grammar::Regex(regex), fields.path("regex")))),
+        (None, Some(lark)) => Ok(Some(Form::of_field(Grammar::Lark(lark), path))),
+        (None, None) => Ok(None),
+    }
 }
 
 fn read_preset(fields: &mut Fields) -> Result<Option<Preset>, ApiError> {
@@ -251,9 +283,6 @@ fn take_inert(fields: &mut Fields, kind: On, unsupported: Unsupported) -> Result
             },
         }
     }
-    if let Some(choices) = fields.integer("n", 1..=i64::MAX)?.filter(|&choices| choices > 1) {
-        return Err(ApiError::new(Code::UnsupportedValue, format!("n is {choices}, only 1 is supported")).at("n"));
-    }
     Ok(ignored)
 }
 
@@ -335,7 +364,7 @@ mod tests {
             (json!({"stream_options": 1}), "stream_options"),
             (json!({"stream_options": {"include_usage": 1}}), "stream_options.include_usage"),
             (json!({"n": 0}), "n"),
-            (json!({"n": 2}), "n"),
+            (json!({"n": 9}), "n"),
             (json!({"stop": 5}), "stop"),
             (json!({"stop": ""}), "stop"),
             (json!({"stop": ["a", ""]}), "stop[1]"),
@@ -345,6 +374,8 @@ mod tests {
             (json!({"minnow": 5}), "minnow"),
             (json!({"minnow": {"blocks": 5}}), "minnow.blocks"),
             (json!({"minnow": {"steps": 0}}), "minnow.steps"),
+            (json!({"minnow": {"regex": 5}}), "minnow.regex"),
+            (json!({"minnow": {"regex": "a", "grammar": "start: \"a\""}}), "minnow.grammar"),
             (json!({"steps": 0.5}), "steps"),
             (json!({"preset": "best"}), "preset"),
             (json!({"preset": 1}), "preset"),

@@ -160,6 +160,8 @@ impl Field {
 
 /// Most steps that any option may ask for; the decoder's own bound.
 pub(crate) const STEPS_MAX: i64 = 100_000;
+/// Most answers to one prompt.
+pub(crate) const CHOICES_MAX: i64 = 8;
 /// Most seconds between pings.
 pub(crate) const PING_SECONDS_MAX: i64 = 86_400;
 
@@ -194,7 +196,7 @@ pub(crate) const FIELDS: &[Field] = &[
     honoured("stop", On::Both, Values::TextOrList),
     honoured("stream", On::Both, Values::Boolean),
     honoured("stream_options", On::Both, Values::Object),
-    honoured("n", On::Both, Values::Integer(1, 1)),
+    honoured("n", On::Both, Values::Integer(1, CHOICES_MAX)),
     honoured("tools", On::Chat, Values::List),
     honoured("tool_choice", On::Chat, Values::TextOrObject),
     honoured("parallel_tool_calls", On::Chat, Values::Boolean),

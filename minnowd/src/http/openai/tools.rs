@@ -2,6 +2,8 @@
 
 use serde_json::Value;
 
+use super::form;
+use crate::grammar;
 use crate::http::error::{ApiError, Code};
 use crate::http::fields::{Fields, as_list, as_text, wrong_type, wrong_value};
 
@@ -19,6 +21,16 @@ pub(crate) struct Tools {
     pub choice: Choice,
     /// Whether an answer may hold several calls.
     pub parallel: bool,
+}
+
+/// A tool, as far as calls of it depend on it.
+pub(crate) struct Called<'a> {
+    /// Its name.
+    pub name: &'a str,
+    /// The schema of its arguments.
+    pub parameters: Option<&'a Value>,
+    /// Whether arguments must fit that schema.
+    pub is_strict: bool,
 }
 
 /// What the model is to do with its tools.
@@ -49,6 +61,20 @@ impl Tools {
     /// Names of the tools the model sees.
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.definitions.iter().filter_map(name)
+    }
+
+    /// The tools the model sees, as far as calls of them depend on it.
+    pub(crate) fn called(&self) -> impl Iterator<Item = Called<'_>> {
+        self.definitions.iter().filter_map(|definition| {
+            let function = &definition["function"];
+            let parameters = Some(&function["parameters"]).filter(|parameters| parameters.is_object());
+            Some(Called { name: name(definition)?, parameters, is_strict: is_strict(function) })
+        })
+    }
+
+    /// Whether the arguments of one of them must fit its schema.
+    pub(crate) fn has_strict(&self) -> bool {
+        self.called().any(|tool| tool.is_strict)
     }
 
     /// Whether a call must be made.
@@ -94,6 +120,10 @@ impl Tools {
         }
         Ok(self)
     }
+}
+
+fn is_strict(function: &Value) -> bool {
+    function["strict"] == true
 }
 
 fn name(definition: &Value) -> Option<&str> {
@@ -157,6 +187,10 @@ fn check_definition<'a>(path: &str, definition: &'a Value) -> Result<&'a str, Ap
     let strict = &function["strict"];
     if !(strict.is_boolean() || strict.is_null()) {
         return Err(wrong_type(&format!("{function_path}.strict"), "a boolean", strict));
+    }
+    if is_strict(function) {
+        let path = format!("{function_path}.parameters");
+        grammar::check_schema(parameters).map_err(|error| form::refused(error, &path))?;
     }
     Ok(name)
 }
@@ -281,6 +315,11 @@ mod tests {
             (
                 json!({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}),
                 "tools[0].function.parameters",
+            ),
+            (
+                json!({"tools": [tool("b"), {"type": "function", "function":
+                    {"name": "a", "strict": true, "parameters": {"properties": {"x": {"not": {}}}}}}]}),
+                "tools[1].function.parameters.properties.x.not",
             ),
             (
                 json!({"tools": [{"type": "function", "function": {"name": "a", "strict": 1}}]}),

@@ -178,7 +178,7 @@ struct Served {
 impl Served {
     fn start(engine: &EngineHandle, session: &Arc<Session>) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("http").build()?;
-        let options = HttpOptions { any_model: true, format_retries: 0, ..HttpOptions::default() };
+        let options = HttpOptions { any_model: true, ..HttpOptions::default() };
         let app = App::new(engine.clone(), options, Keys::default());
         let any_port = ListenAddress::Tcp(std::net::SocketAddr::from(([127, 0, 0, 1], 0)));
         let listener = runtime.block_on(Listener::bind(&any_port, SOCKET_MODE))?;
