@@ -1,5 +1,7 @@
 //! Tool definitions and which of them the model may, must or must not call.
 
+use std::collections::HashSet;
+
 use serde_json::Value;
 
 use super::form;
@@ -15,8 +17,11 @@ const NAME_BYTES_MAX: usize = 64;
 /// The tools of a request.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Tools {
-    /// Definitions as the client wrote them, with distinct names.
+    /// Definitions as the client wrote them, with distinct names. Only `strict` is taken out: it is for the server, and a
+    /// model that never saw it calls worse when it does.
     pub definitions: Vec<Value>,
+    /// Names of those that are `strict`.
+    strict: HashSet<String>,
     /// What the model is to do with them.
     pub choice: Choice,
     /// Whether an answer may hold several calls.
@@ -51,11 +56,12 @@ impl Tools {
     /// Takes `tools`, `tool_choice` and `parallel_tool_calls` out. With [`Choice::None`] no definitions are left, with
     /// [`Choice::Named`] one, with [`Choice::Required`] at least one.
     pub(crate) fn read(fields: &mut Fields) -> Result<Self, ApiError> {
-        let definitions = fields.list("tools")?.unwrap_or_default();
+        let mut definitions = fields.list("tools")?.unwrap_or_default();
         check_definitions(&definitions)?;
+        let strict = definitions.iter_mut().filter_map(take_strict).collect();
         let (choice, allowed) = fields.take("tool_choice").map(read_choice).transpose()?.unwrap_or_default();
         let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
-        Self { definitions, choice, parallel }.narrowed(allowed)
+        Self { definitions, strict, choice, parallel }.narrowed(allowed)
     }
 
     /// Names of the tools the model sees.
@@ -68,7 +74,8 @@ impl Tools {
         self.definitions.iter().filter_map(|definition| {
             let function = &definition["function"];
             let parameters = Some(&function["parameters"]).filter(|parameters| parameters.is_object());
-            Some(Called { name: name(definition)?, parameters, is_strict: is_strict(function) })
+            let name = name(definition)?;
+            Some(Called { name, parameters, is_strict: self.strict.contains(name) })
         })
     }
 
@@ -122,6 +129,14 @@ impl Tools {
     }
 }
 
+/// Takes `strict` out of a definition, and gives its name if it was set.
+fn take_strict(definition: &mut Value) -> Option<String> {
+    let is_set = is_strict(&definition["function"]);
+    // What follows keeps its order: the template shows it.
+    definition["function"].as_object_mut()?.shift_remove("strict");
+    name(definition).filter(|_| is_set).map(str::to_owned)
+}
+
 fn is_strict(function: &Value) -> bool {
     function["strict"] == true
 }
@@ -137,7 +152,7 @@ fn check_definitions(definitions: &[Value]) -> Result<(), ApiError> {
         let message = format!("tools has {} entries, at most {TOOLS_MAX} are allowed", definitions.len());
         return refuse("tools", message);
     }
-    let mut names = std::collections::HashSet::new();
+    let mut names = HashSet::new();
     let mut bytes = 0;
     for (index, definition) in definitions.iter().enumerate() {
         let path = format!("tools[{index}]");
@@ -269,6 +284,21 @@ mod tests {
         let tools = read(json!({"tools": [serde_json::from_str::<Value>(text).unwrap()]})).unwrap();
         assert_eq!(tools.definitions[0].to_string(), text);
         assert!(tools.parallel && !tools.must_call());
+    }
+
+    #[test]
+    fn strict_is_for_the_server_and_not_for_the_model() {
+        let with = |strict: &str| {
+            let text = format!(
+                r#"{{"type":"function","function":{{"name":"b",{strict}"description":"d","parameters":{{"z":1}},"x-own":1}}}}"#
+            );
+            read(json!({"tools": [serde_json::from_str::<Value>(&text).unwrap()]})).unwrap()
+        };
+        let (plain, off, on) = (with(""), with(r#""strict":false,"#), with(r#""strict":true,"#));
+        assert!(on.has_strict() && !off.has_strict() && !plain.has_strict());
+        for tools in [off, on] {
+            assert_eq!(tools.definitions[0].to_string(), plain.definitions[0].to_string());
+        }
     }
 
     #[test]
