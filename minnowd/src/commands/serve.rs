@@ -85,9 +85,10 @@ async fn serve(config: ServeConfig, mut supervisor: Supervisor) -> anyhow::Resul
     }
     let session = Arc::new(session);
     let kept = config.kept_prefixes.as_ref().map(|kept| Kept::open(kept, &session, &mut runner)).transpose()?;
-    info!(model = session.model_id, backend = session.backend, context = session.context, "ready");
     app.ready(Arc::clone(&session));
     let worker = engine::start(&engine, runner).context("the inference thread")?;
+    // Not earlier: whoever reads this line may ask at once.
+    info!(model = session.model_id, backend = session.backend, context = session.context, "ready");
     notify.ready(serving.get_or_init(|| format!("serving {}", session.model_id)));
 
     let signal_code = tokio::select! {

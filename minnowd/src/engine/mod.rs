@@ -182,8 +182,9 @@ impl EngineHandle {
 /// If the thread cannot be started.
 pub fn start(handle: &EngineHandle, runner: Runner) -> std::io::Result<JoinHandle<Option<Runner>>> {
     let handle = handle.clone();
+    // Here, not in the thread: once this returns, the caller tells everyone that requests are taken.
+    handle.mailbox.open();
     std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
-        handle.mailbox.open();
         let EngineHandle { mailbox, wait_max } = handle;
         let mut engine = Engine { mailbox, wait_max, runner, clients: BTreeMap::new() };
         let failure = match std::panic::catch_unwind(AssertUnwindSafe(|| engine.serve())) {

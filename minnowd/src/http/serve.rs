@@ -146,7 +146,7 @@ pub(crate) enum Via {
 #[derive(Clone, Debug)]
 pub struct Shutdown {
     closing: watch::Sender<bool>,
-    /// Each connection holds a clone of the sender; when all are gone, receiving ends.
+    /// Each connection and each listener holds a clone of the sender; when all are gone, receiving ends.
     open: Arc<std::sync::Mutex<Option<mpsc::Sender<Infallible>>>>,
     ended: Arc<tokio::sync::Mutex<mpsc::Receiver<Infallible>>>,
 }
@@ -163,7 +163,8 @@ impl Default for Shutdown {
 }
 
 impl Shutdown {
-    /// Stops accepting, closes idle connections, and waits up to `grace` for the answers that are still being written.
+    /// Stops accepting, closes idle connections, and waits up to `grace` for the answers that are still being written
+    /// and for the files of Unix sockets to be removed.
     pub async fn wait(&self, grace: Duration) {
         self.closing.send_replace(true);
         self.open_connections().take();
@@ -205,16 +206,20 @@ pub async fn serve(listeners: Vec<Listener>, app: App, connections_max: usize) -
             tcp if tcp.is_private() => Via::Loopback,
             ListenAddress::Tcp(_) => Via::Network,
         };
-        tasks.spawn(accept(
-            listener,
-            Acceptor {
-                router: router.clone(),
-                prefix: Arc::clone(&prefix),
-                permits: Arc::clone(&permits),
-                shutdown: app.shutdown(),
-                via,
-            },
-        ));
+        let acceptor = Acceptor {
+            router: router.clone(),
+            prefix: Arc::clone(&prefix),
+            permits: Arc::clone(&permits),
+            shutdown: app.shutdown(),
+            via,
+        };
+        let open = acceptor.shutdown.open_connections().clone();
+        tasks.spawn(async move {
+            accept(&listener, acceptor).await;
+            // In this order: nobody waits for us any more once `open` is gone.
+            drop(listener);
+            drop(open);
+        });
     }
     while tasks.join_next().await.is_some() {}
     Ok(())
@@ -229,12 +234,12 @@ struct Acceptor {
     via: Via,
 }
 
-async fn accept(listener: Listener, acceptor: Acceptor) {
+async fn accept(listener: &Listener, acceptor: Acceptor) {
     let mut closing = acceptor.shutdown.closing.subscribe();
     loop {
         let Ok(permit) = Arc::clone(&acceptor.permits).acquire_owned().await else { return };
         let accepted = tokio::select! {
-            accepted = next(&listener) => accepted,
+            accepted = next(listener) => accepted,
             () = closed(&mut closing) => return,
         };
         let stream = match accepted {
