@@ -54,7 +54,8 @@ fn the_second_signal_ends_at_once_with_its_code() {
 
 #[test]
 fn an_interrupt_drains_as_a_termination_does() {
-    let mut daemon = Daemon::start(&["--drain-timeout", "1"]);
+    // Without the delay the story ends by itself after a second, and nothing is left to be cut off.
+    let mut daemon = Daemon::start(&["--drain-timeout", "1", "--step-delay-ms", "50"]);
     let mut stream = long_stream(&daemon);
     daemon.signal(Signal::INT);
     let refused = wait_until("a refusal", || {

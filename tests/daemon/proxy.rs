@@ -1,7 +1,9 @@
 //! Two instances behind a real HAProxy with the configuration of `docs/operating/haproxy.cfg`: what affinity keeps of the
 //! prefix cache, and what clients notice of an instance that dies.
 
+use std::fs::File;
 use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
 use minnow_tests::daemon::{Daemon, ask, request, wait_until};
@@ -14,13 +16,19 @@ use super::http::{CHAT, content};
 const CONVERSATIONS: usize = 8;
 const TURNS: usize = 4;
 
-/// HAProxy, ended on drop.
-struct Proxy(Child);
+/// HAProxy, ended on drop. Its log is shown if the test fails: only there it says why it refused.
+struct Proxy {
+    child: Child,
+    log: PathBuf,
+}
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("{}", std::fs::read_to_string(&self.log).unwrap_or_default());
+        }
     }
 }
 
@@ -73,8 +81,11 @@ fn affinity_keeps_the_prefix_cache_and_no_new_request_fails_when_an_instance_die
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("haproxy.cfg");
     std::fs::write(&path, config).unwrap();
-    let haproxy = Command::new("haproxy").args(["-db", "-f"]).arg(&path).stdout(Stdio::null()).spawn().unwrap();
-    let _proxy = Proxy(haproxy);
+    let log = folder.path().join("log");
+    let out = File::create(&log).unwrap();
+    let err = out.try_clone().unwrap();
+    let child = Command::new("haproxy").args(["-db", "-f"]).arg(&path).stdout(out).stderr(err).spawn().unwrap();
+    let _proxy = Proxy { child, log };
     let address = SocketAddr::from(([127, 0, 0, 1], port));
     wait_until("the proxy", || std::net::TcpStream::connect(address).ok());
 
@@ -99,7 +110,9 @@ fn affinity_keeps_the_prefix_cache_and_no_new_request_fails_when_an_instance_die
     command.args(["serve", "--listen", &format!("127.0.0.1:{port}")]);
     let replacement = Daemon::spawn(command);
     replacement.ready();
-    wait_until("the proxy to see it", || (replacement.log().matches("/health").count() >= 2).then_some(()));
+    // While it loads it answers these with 503, which do not count.
+    let seen = |line: &&str| line.contains("/health") && line.contains("status=200");
+    wait_until("the proxy to see it", || (replacement.log().lines().filter(seen).count() >= 2).then_some(()));
     survivor.signal(Signal::TERM);
     let (_, _, texts) = talk(address, "c");
     assert_eq!(texts.len(), CONVERSATIONS * TURNS);
