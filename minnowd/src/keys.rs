@@ -110,10 +110,18 @@ impl KeySources {
     }
 }
 
+/// The mode of a file that every user of the machine can read or change; `None` if it may hold a secret.
+///
+/// # Errors
+/// If there is no such file, or nothing is told of it.
+pub(crate) fn mode_if_open(path: &Path) -> std::io::Result<Option<u32>> {
+    let mode = std::fs::metadata(path)?.permissions().mode() & 0o777;
+    Ok((mode & OPEN_TO_OTHERS != 0).then_some(mode))
+}
+
 fn read_file(path: &Path, allows_weak: bool) -> Result<Vec<KeyDigest>, KeyError> {
     let failed = |error| KeyError::File { path: path.to_owned(), error };
-    let mode = std::fs::metadata(path).map_err(failed)?.permissions().mode() & 0o777;
-    if mode & OPEN_TO_OTHERS != 0 {
+    if let Some(mode) = mode_if_open(path).map_err(failed)? {
         return Err(KeyError::Open { path: path.to_owned(), mode });
     }
     let text = std::fs::read_to_string(path).map_err(failed)?;

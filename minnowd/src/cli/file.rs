@@ -6,7 +6,6 @@
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use clap::parser::ValueSource;
@@ -14,6 +13,7 @@ use clap::{Arg, ArgAction, ArgMatches, Command};
 use toml::Value;
 
 use crate::config::UsageError;
+use crate::keys::mode_if_open;
 
 /// The only command with a file.
 const COMMAND: &str = "serve";
@@ -55,11 +55,10 @@ impl Settings {
             check(command, option, &values).map_err(|what| failed(&what))?;
             options.push((name, values));
         }
-        if options.iter().any(|(name, _)| name == SECRET) {
-            let mode = std::fs::metadata(path).map_err(|error| failed(error.to_string()))?.permissions().mode() & 0o777;
-            if mode & 0o006 != 0 {
-                return Err(failed(format!("it holds an {SECRET}, and its mode is {mode:o}: every user can read it")));
-            }
+        if options.iter().any(|(name, _)| name == SECRET)
+            && let Some(mode) = mode_if_open(path).map_err(|error| failed(error.to_string()))?
+        {
+            return Err(failed(format!("it holds an {SECRET}, and its mode is {mode:o}: every user can read it")));
         }
         Ok(Self { path: path.to_owned(), options })
     }
