@@ -456,6 +456,9 @@ struct MeasureArgs {
     /// Timed runs of each row
     #[arg(long, value_name = "N", default_value_t = 10)]
     repetitions: usize,
+    /// Also time each kernel by itself; a GPU's only
+    #[arg(long)]
+    profile: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -666,7 +669,8 @@ impl BenchSubject {
         if measure.repetitions == 0 {
             return Err(UsageError("--repetitions must be at least 1, not 0".to_owned()));
         }
-        Ok((model, Measure { repetitions: measure.repetitions, json: measure.json }, subject))
+        let MeasureArgs { repetitions, profile, json } = measure;
+        Ok((model, Measure { repetitions, profiles: profile, json }, subject))
     }
 }
 

@@ -65,6 +65,12 @@ pub trait Backend: Send {
         None
     }
 
+    /// Evaluates a batch like [`forward`](Self::forward) and says how long each kernel took on its device, in order.
+    /// `None` where nobody measures it.
+    fn profile(&mut self, _batch: &Batch<'_>) -> Result<Option<Vec<KernelTime>>, ModelError> {
+        Ok(None)
+    }
+
     /// Evaluates every segment and writes the K/V of its blocks into its last pages. One output for each segment, in
     /// order. After an error the pages that the batch writes hold anything.
     fn forward(&mut self, batch: &Batch<'_>, probe: Option<&mut dyn Probe>) -> Result<Vec<Output>, ModelError>;
@@ -77,6 +83,15 @@ pub struct Ceilings {
     pub read_bytes_per_second: f64,
     /// Floating-point operations in a second, of the products that weights go through.
     pub flops_per_second: f64,
+}
+
+/// How long a kernel ran on a device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KernelTime {
+    /// What it is called.
+    pub kernel: String,
+    /// From the end of what was in front of it to its own end.
+    pub seconds: f64,
 }
 
 /// How many blocks of prompts go into one step. More make better use of weights that are read once for all; fewer let

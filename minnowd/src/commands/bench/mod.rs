@@ -8,6 +8,7 @@ mod forward;
 mod prefill;
 pub mod serve;
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::time::Instant;
 
@@ -18,7 +19,7 @@ use serde::Serialize;
 
 use crate::config::ModelSource;
 use crate::model::trace::Trace;
-use crate::model::{Backend, Batch, Ceilings, Need, PageId, Point, Segment};
+use crate::model::{Backend, Batch, Ceilings, KernelTime, Need, PageId, Point, Segment};
 use crate::session::Opened;
 use crate::weights::{FeedForward, Gated, Stored, Weights};
 
@@ -48,6 +49,8 @@ pub enum Subject {
 pub struct Measure {
     /// Timed runs of each row, after one that is not counted.
     pub repetitions: usize,
+    /// Time kernels by themselves too, as often again.
+    pub profiles: bool,
     /// Print one JSON object instead of a table.
     pub json: bool,
 }
@@ -80,6 +83,19 @@ struct Row {
     floor_ms: Option<f64>,
     /// That time over the median.
     share_of_ceiling: Option<f64>,
+    /// The kernels of a run, by the time they take in all.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    kernels: Vec<KernelRow>,
+}
+
+/// What all launches of one kernel take, timed one by one: so without overlap, and each with some time of its own.
+#[derive(Clone, Debug, Serialize)]
+struct KernelRow {
+    kernel: String,
+    /// In one run.
+    launches: usize,
+    /// Of one run, the mean over all.
+    microseconds: f64,
 }
 
 #[derive(Serialize)]
@@ -170,8 +186,38 @@ impl Bench<'_> {
             }
             milliseconds.push(started.elapsed().as_secs_f64() * 1e3);
         }
-        self.rows.push(Row::new(name, milliseconds, work, self.ceilings));
+        let mut row = Row::new(name, milliseconds, work, self.ceilings);
+        if self.measure.profiles {
+            row.kernels = self.kernels(forwards)?;
+        }
+        self.rows.push(row);
         Ok(())
+    }
+
+    /// Runs `forwards` again and times their kernels.
+    fn kernels(&mut self, forwards: &[Batch<'_>]) -> anyhow::Result<Vec<KernelRow>> {
+        let mut times: BTreeMap<String, (usize, f64)> = BTreeMap::new();
+        for _ in 0..self.measure.repetitions {
+            for batch in forwards {
+                let Some(kernels) = self.backend.profile(batch)? else {
+                    bail!("--profile times the kernels of a GPU, but this runs on {}", self.backend.describe());
+                };
+                for KernelTime { kernel, seconds } in kernels {
+                    let of_kernel = times.entry(kernel).or_default();
+                    of_kernel.0 += 1;
+                    of_kernel.1 += seconds;
+                }
+            }
+        }
+        let runs = self.measure.repetitions;
+        let row = |(kernel, (launches, seconds)): (String, (usize, f64))| KernelRow {
+            kernel,
+            launches: launches / runs,
+            microseconds: seconds * 1e6 / runs as f64,
+        };
+        let mut rows: Vec<KernelRow> = times.into_iter().map(row).collect();
+        rows.sort_by(|a, b| b.microseconds.total_cmp(&a.microseconds));
+        Ok(rows)
     }
 }
 
@@ -198,7 +244,20 @@ impl Row {
             gigaflops_per_second: work.flops as f64 / seconds / 1e9,
             floor_ms,
             share_of_ceiling: floor_ms.map(|floor_ms| floor_ms / at(0.5)),
+            kernels: Vec::new(),
         }
+    }
+}
+
+impl Row {
+    fn print_kernels(&self) {
+        println!("\n{:<56} {:>9} {:>9} {:>9}", self.name, "launches", "us each", "us");
+        for KernelRow { kernel, launches, microseconds } in &self.kernels {
+            println!("{kernel:<56} {launches:>9} {:>9.2} {microseconds:>9.1}", microseconds / *launches as f64);
+        }
+        let launches: usize = self.kernels.iter().map(|row| row.launches).sum();
+        let sum: f64 = self.kernels.iter().map(|row| row.microseconds).sum();
+        println!("{:<56} {launches:>9} {:>9} {sum:>9.1}", "all, one by one", "");
     }
 }
 
@@ -236,6 +295,7 @@ impl Report {
             );
         }
         println!("\ntimes in ms; floor: what the slower of the two ceilings allows; share: floor over median");
+        self.rows.iter().filter(|row| !row.kernels.is_empty()).for_each(Row::print_kernels);
     }
 }
 

@@ -16,7 +16,7 @@ use half::bf16;
 use minnow_common::units::HumanBytes;
 use minnow_common::{BLOCK, ModelConfig};
 use minnow_formats::checkpoint::Checkpoint;
-use minnow_kernels::cuda::{CudaError, Device, Graph, KernelTime};
+use minnow_kernels::cuda::{CudaError, Device, Graph};
 use minnow_kernels::ops::CANDIDATES;
 use minnow_kernels::{cuda, oracle};
 use thiserror::Error;
@@ -26,7 +26,9 @@ use self::pass::{Blind, Kernels, Look, Memory, PassShape, Seen};
 use self::weights::{DeviceWeights, FeedForward, Layout};
 use self::workspace::{BatchLimits, Workspace};
 use super::verify::TOLERANCE_BF16;
-use super::{Backend, Batch, Ceilings, Logits, ModelError, Need, Output, PageId, Point, PrefillBlocks, Probe};
+use super::{
+    Backend, Batch, Ceilings, KernelTime, Logits, ModelError, Need, Output, PageId, Point, PrefillBlocks, Probe,
+};
 use crate::decoder::{Candidate, Candidates};
 
 pub use self::weights::LoadError;
@@ -190,14 +192,6 @@ impl Cuda {
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
-    }
-
-    /// Runs a batch once and says how long each kernel took, in order. Kernels do not overlap meanwhile.
-    pub fn profile(&mut self, batch: &Batch<'_>) -> Result<Vec<KernelTime>, ModelError> {
-        let (device, graph_blocks) = (self.device.clone(), std::mem::take(&mut self.graph_blocks));
-        let times = device.profile(|| self.forward(batch, None).map(drop));
-        self.graph_blocks = graph_blocks;
-        times
     }
 
     fn memory(&self) -> Memory<'_> {
@@ -405,6 +399,15 @@ impl Backend for Cuda {
 
     fn prefill_blocks(&self) -> PrefillBlocks {
         PrefillBlocks { alone: PREFILL_BLOCKS, mixed: PREFILL_BLOCKS_MIXED }
+    /// Kernels do not overlap meanwhile, and no graph is used.
+    fn profile(&mut self, batch: &Batch<'_>) -> Result<Option<Vec<KernelTime>>, ModelError> {
+        let (device, graph_blocks) = (self.device.clone(), std::mem::take(&mut self.graph_blocks));
+        let times = device.profile(|| self.forward(batch, None).map(drop));
+        self.graph_blocks = graph_blocks;
+        let times = times?.into_iter();
+        Ok(Some(times.map(|time| KernelTime { kernel: time.kernel.to_string(), seconds: time.seconds }).collect()))
+    }
+
     }
 
     fn export_page(&self, page: PageId, out: &mut [u8]) -> Result<(), ModelError> {
