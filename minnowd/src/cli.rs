@@ -86,7 +86,7 @@ struct ModelArgs {
     /// The best instruction set the CPU engine may use: scalar, avx2, avx512, avx512bf16 or amx
     #[arg(long, value_name = "ISA", env = "MINNOW_ISA")]
     isa: Option<Isa>,
-    /// Quantize what enters the experts to eight bits, on the CPU engine: other results, a little worse
+    /// Quantize what enters the experts to eight bits, on CPU or GPU: other results, a little worse
     #[arg(long, env = "MINNOWD_INT8_EXPERT_ACTIVATIONS")]
     int8_expert_activations: bool,
     /// Compare the digests of all tensors with the manifest while loading; auto does so for files below 1 GiB

@@ -182,19 +182,15 @@ impl Opened {
         device: Device,
         running_max: usize,
     ) -> anyhow::Result<Box<dyn Backend>> {
-        if source.int8_expert_activations && matches!(device, Device::Cuda(_))
-            || source.int8_expert_activations && device == Device::Reference && source.device == Device::Reference
-        {
-            return Err(UsageError("--int8-expert-activations is for --device cpu".to_owned()).into());
+        if source.int8_expert_activations && device == Device::Reference && source.device == Device::Reference {
+            return Err(UsageError("--int8-expert-activations is not for --device reference".to_owned()).into());
         }
         match device {
             Device::Cuda(ordinal) => return self.cuda(source, ordinal, running_max),
-            Device::Auto if cfg!(feature = "cuda") && !source.int8_expert_activations => {
-                match self.cuda(source, 0, running_max) {
-                    Ok(backend) => return Ok(backend),
-                    Err(cause) => info!("computing on the CPU: {cause:#}"),
-                }
-            }
+            Device::Auto if cfg!(feature = "cuda") => match self.cuda(source, 0, running_max) {
+                Ok(backend) => return Ok(backend),
+                Err(cause) => info!("computing on the CPU: {cause:#}"),
+            },
             Device::Auto | Device::Cpu | Device::Reference => {}
         }
         let pages = self.page_count(source, device, running_max)?;
@@ -217,6 +213,7 @@ impl Opened {
             context: self.context(source)?,
             cache_max_bytes: source.cache_max_bytes,
             verifies: self.verify_payload.applies_to(&self.checkpoint),
+            int8_experts: source.int8_expert_activations,
         };
         let backend = Cuda::new(&self.checkpoint, options).with_context(|| format!("--device cuda:{ordinal}"))?;
         Ok(Box::new(backend))

@@ -18,7 +18,14 @@ use crate::device;
 fn demo_model(running_max: usize) -> Option<Cuda> {
     device()?;
     let checkpoint = demo_checkpoint();
-    let options = CudaOptions { ordinal: 0, running_max, context: 1024, cache_max_bytes: None, verifies: true };
+    let options = CudaOptions {
+        ordinal: 0,
+        running_max,
+        context: 1024,
+        cache_max_bytes: None,
+        verifies: true,
+        int8_experts: false,
+    };
     Some(Cuda::new(&checkpoint, options).expect("the backend starts"))
 }
 

@@ -55,6 +55,8 @@ pub struct CudaOptions {
     pub cache_max_bytes: Option<u64>,
     /// Whether payloads are compared with their digests.
     pub verifies: bool,
+    /// Whether what enters the routed experts is quantized to eight bits (`kernels::oracle::linear_int8`).
+    pub int8_experts: bool,
 }
 
 /// Why a model does not run on a GPU.
@@ -115,6 +117,8 @@ pub struct Cuda {
     graphs: BTreeMap<PassShape, Graph>,
     /// Blocks up to which refinement is recorded.
     graph_blocks: usize,
+    /// Whether what enters the routed experts is quantized.
+    has_int8_experts: bool,
 }
 
 /// Part of a segment in one pass.
@@ -132,10 +136,10 @@ impl Cuda {
         let config = checkpoint.config();
         let device = Device::open(options.ordinal)?;
         let layout = Layout::new(checkpoint)?;
-        let kernels = Kernels::new(&device, config, &layout.expert_formats())?;
+        let kernels = Kernels::new(&device, config, &layout.expert_formats(), options.int8_experts)?;
         let one_request = options.context.div_ceil(BLOCK);
         let blocks = PREFILL_BLOCKS.max(options.running_max + PREFILL_BLOCKS_MIXED);
-        let limits = BatchLimits { blocks, table_entries: blocks * one_request };
+        let limits = BatchLimits { blocks, table_entries: blocks * one_request, int8_experts: options.int8_experts };
         let workspace_bytes = Workspace::bytes(config, limits, &kernels.attention);
         let page_bytes = page_bytes(config) as u64;
         let needed = one_request as u64 * page_bytes;
@@ -185,6 +189,7 @@ impl Cuda {
             rotations,
             graphs: BTreeMap::new(),
             graph_blocks: options.running_max,
+            has_int8_experts: options.int8_experts,
         })
     }
 
@@ -376,12 +381,13 @@ impl Backend for Cuda {
     fn describe(&self) -> String {
         let properties = self.device.properties();
         let (major, minor) = properties.capability;
-        format!("cuda ({}, sm_{major}{minor})", properties.name)
+        let int8 = if self.has_int8_experts { ", int8 expert activations" } else { "" };
+        format!("cuda ({}, sm_{major}{minor}{int8})", properties.name)
     }
 
     fn arithmetic(&self) -> String {
         let (major, minor) = self.device.properties().capability;
-        format!("cuda sm_{major}{minor}")
+        format!("cuda sm_{major}{minor}{}", if self.has_int8_experts { ", int8 expert activations" } else { "" })
     }
 
     fn tolerance(&self) -> f64 {
@@ -393,12 +399,6 @@ impl Backend for Cuda {
         Some(Ceilings { read_bytes_per_second, flops_per_second: cuda::product_ceiling(&self.device).ok()? })
     }
 
-    fn page_bytes(&self) -> usize {
-        page_bytes(&self.kernels.config)
-    }
-
-    fn prefill_blocks(&self) -> PrefillBlocks {
-        PrefillBlocks { alone: PREFILL_BLOCKS, mixed: PREFILL_BLOCKS_MIXED }
     /// Kernels do not overlap meanwhile, and no graph is used.
     fn profile(&mut self, batch: &Batch<'_>) -> Result<Option<Vec<KernelTime>>, ModelError> {
         let (device, graph_blocks) = (self.device.clone(), std::mem::take(&mut self.graph_blocks));
@@ -408,6 +408,12 @@ impl Backend for Cuda {
         Ok(Some(times.map(|time| KernelTime { kernel: time.kernel.to_string(), seconds: time.seconds }).collect()))
     }
 
+    fn page_bytes(&self) -> usize {
+        page_bytes(&self.kernels.config)
+    }
+
+    fn prefill_blocks(&self) -> PrefillBlocks {
+        PrefillBlocks { alone: PREFILL_BLOCKS, mixed: PREFILL_BLOCKS_MIXED }
     }
 
     fn export_page(&self, page: PageId, out: &mut [u8]) -> Result<(), ModelError> {

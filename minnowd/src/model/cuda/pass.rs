@@ -6,8 +6,8 @@
 use half::bf16;
 use minnow_common::{BLOCK, ModelConfig};
 use minnow_kernels::cuda::{
-    Attention, BlockTables, Buffer, CudaError, Device, Experts, Format, HeadTransform, Linear, Norm, NormShape,
-    PagesOfLayer, Parts, Pointer, Router, Sampler, Slots, Strips, VOCABULARY_TILE, tiles_max,
+    Attention, BlockTables, Buffer, CudaError, Device, Experts, Format, HeadTransform, Int8Experts, Linear, Norm,
+    NormShape, PagesOfLayer, Parts, Pointer, Router, Sampler, Slots, Strips, VOCABULARY_TILE, tiles_max,
 };
 use minnow_kernels::ops::{CANDIDATES, RouterRules};
 
@@ -64,6 +64,8 @@ pub(super) struct Kernels {
     norm: Norm,
     router: Router,
     experts: Experts,
+    /// Instead, if activations of experts are quantized.
+    int8_experts: Option<Int8Experts>,
     sampler: Sampler,
     rules: RouterRules,
 }
@@ -80,7 +82,12 @@ pub(super) struct Memory<'a> {
 
 impl Kernels {
     /// Loads all kernels, those of experts for `expert_formats`, and refuses a model that they cannot compute.
-    pub(super) fn new(device: &Device, config: &ModelConfig, expert_formats: &[Format]) -> Result<Self, CudaError> {
+    pub(super) fn new(
+        device: &Device,
+        config: &ModelConfig,
+        expert_formats: &[Format],
+        int8_experts: bool,
+    ) -> Result<Self, CudaError> {
         let rules = RouterRules {
             routing: config.routing,
             experts_per_token: config.num_experts_per_tok,
@@ -104,6 +111,7 @@ impl Kernels {
             norm: Norm::new(device)?,
             router: Router::new(device)?,
             experts: Experts::new(device, expert_formats)?,
+            int8_experts: int8_experts.then(|| Int8Experts::new(device, expert_formats)).transpose()?,
             sampler: Sampler::new(device)?,
             rules,
         })
@@ -231,7 +239,10 @@ impl Kernels {
         let w = memory.workspace;
         let (experts, k) = (self.config.num_experts, self.config.num_experts_per_tok);
         let (slots, stride) = (rows * k, k + usize::from(shared.is_some()));
-        let tile_rows = self.experts.tile_rows(slots, experts);
+        let tile_rows = match self.int8_experts {
+            Some(_) => Int8Experts::TILE_ROWS,
+            None => self.experts.tile_rows(slots, experts),
+        };
         let choices = w.choices();
         let slots = Slots {
             choices: &choices,
@@ -250,8 +261,14 @@ impl Kernels {
             look.look(Some(index), Point::RouterIds, Seen::U32(&w.ids, k))?;
             look.look(Some(index), Point::RouterWeights, Seen::F32(&w.weights, k))?;
             let (gate_up, down) = (shared.map(|gated| &gated.gate_up), shared.map(|gated| &gated.down));
-            self.experts.gate_up(gated, h, &routed.gate_up, gate_up, &slots)?;
-            self.experts.down(w.parts.pointer(), gated, &routed.down, down, &slots, stride)?;
+            let parts = w.parts.pointer();
+            if let (Some(experts), Some(quantized)) = (&self.int8_experts, w.quantized()) {
+                experts.gate_up(gated, h, &routed.gate_up, gate_up, &slots, quantized)?;
+                experts.down(parts, gated, &routed.down, down, &slots, stride, quantized)?;
+            } else {
+                self.experts.gate_up(gated, h, &routed.gate_up, gate_up, &slots)?;
+                self.experts.down(parts, gated, &routed.down, down, &slots, stride)?;
+            }
         }
         Ok(Parts { parts: w.parts.pointer(), weights: w.weights.pointer(), slots: k, stride })
     }

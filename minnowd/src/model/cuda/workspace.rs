@@ -3,7 +3,7 @@
 use half::bf16;
 use minnow_common::{BLOCK, ModelConfig};
 use minnow_kernels::cuda::{
-    Attention, Buffer, Choices, CudaError, Device, Pinned, RowBest, TileBest, VOCABULARY_TILE, tiles_max,
+    Attention, Buffer, Choices, CudaError, Device, Pinned, QuantizedRows, RowBest, TileBest, VOCABULARY_TILE, tiles_max,
 };
 use minnow_kernels::ops::{CANDIDATES, Heads};
 
@@ -21,6 +21,8 @@ pub(super) struct BatchLimits {
     pub(super) blocks: usize,
     /// Entries of all page tables.
     pub(super) table_entries: usize,
+    /// Whether activations of experts are quantized.
+    pub(super) int8_experts: bool,
 }
 
 /// Arrays of a step. `rows` is `32 * limits.blocks` throughout.
@@ -49,6 +51,8 @@ pub(super) struct Workspace {
     pub(super) attention: (Buffer<f32>, Buffer<f32>),
     /// Gated values: of the dense part `[rows, intermediate]`, of experts `[slots, inner]` and `[rows, shared inner]`.
     pub(super) gated: Buffer<bf16>,
+    /// Quantized inputs of experts and their scales: of rows, then of slots.
+    quantized: Option<(Buffer<u8>, Buffer<f32>)>,
     /// Outputs of experts, `[rows, stride, hidden]`.
     pub(super) parts: Buffer<bf16>,
     /// `[rows, experts]`
@@ -84,7 +88,11 @@ struct Lengths {
     gated: usize,
     parts: usize,
     attention: (usize, usize),
+    quantized: usize,
 }
+
+/// Columns of the smallest group that has a scale.
+const GROUP_MIN: usize = 32;
 
 impl Lengths {
     fn new(config: &ModelConfig, limits: BatchLimits, attention: &Attention) -> Self {
@@ -102,6 +110,10 @@ impl Lengths {
             gated: of_experts.max(rows * config.intermediate_size),
             parts: rows * stride * config.hidden_size,
             attention: attention.scratch_len(limits.blocks, heads(config)),
+            quantized: match limits.int8_experts {
+                true => (rows * config.hidden_size).max(slots * config.moe_intermediate_size),
+                false => 0,
+            },
         }
     }
 
@@ -117,9 +129,10 @@ impl Lengths {
             + limits.blocks * config.num_experts
             + 4 * self.slots
             + 4 * self.tiles
+            + self.quantized / GROUP_MIN
             + self.head_rows * self.head_tiles * (2 * CANDIDATES + 1)
             + 3 * self.rows * CANDIDATES;
-        size_of::<bf16>() * bf16s + size_of::<u32>() * words
+        size_of::<bf16>() * bf16s + size_of::<u32>() * words + self.quantized
     }
 }
 
@@ -161,6 +174,10 @@ impl Workspace {
             mixed: device.zeroed(len.rows * heads_width)?,
             attention: (device.zeroed(len.attention.0)?, device.zeroed(len.attention.1)?),
             gated: device.zeroed(len.gated)?,
+            quantized: match len.quantized {
+                0 => None,
+                bytes => Some((device.zeroed(bytes)?, device.zeroed(bytes / GROUP_MIN)?)),
+            },
             parts: device.zeroed(len.parts)?,
             router_logits: device.zeroed(len.rows * config.num_experts)?,
             ids: device.zeroed(len.slots)?,
@@ -190,6 +207,12 @@ impl Workspace {
     /// Where page tables begin in `input`.
     pub(super) fn tables_at(&self) -> usize {
         self.limits.blocks * (2 + BLOCK)
+    }
+
+    /// Where quantized inputs of experts go, if they are quantized.
+    pub(super) fn quantized(&self) -> Option<QuantizedRows> {
+        let (codes, scales) = self.quantized.as_ref()?;
+        Some(QuantizedRows { codes: codes.pointer(), scales: scales.pointer() })
     }
 
     /// Where the router's results go.
