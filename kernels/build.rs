@@ -2,9 +2,10 @@
 //!
 //! A fatbin holds machine code for every target of [`TARGETS`] that its file is for, and PTX of the oldest, which the
 //! driver compiles for GPUs that no machine code fits. A file whose name ends in `_sm90a` or `_sm120f` is for that
-//! target alone. `MINNOW_CUDA_ARCH=80` or `80,90a` limits the targets. What did not change is not compiled again, also not
-//! for another profile or set of features: fatbins are kept beside the profiles' folders, under a key that covers the
-//! file, the headers it includes, the command and the compiler.
+//! target alone. `MINNOW_CUDA_ARCH=80` or `80,90a` limits the targets; `MINNOW_CUDA_LINES=1` keeps the numbers of source
+//! lines, for NVIDIA's tools. What did not change is not compiled again, also not for another profile or set of features:
+//! fatbins are kept beside the profiles' folders, under a key that covers the file, the headers it includes, the command
+//! and the compiler.
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
@@ -38,7 +39,9 @@ mod cuda {
     }
 
     pub fn compile() {
-        for variable in ["MINNOW_CUDA_ARCH", "NVCC", "NVCC_CCBIN", "CUDA_HOME"] {
+        for variable in
+            ["MINNOW_CUDA_ARCH", "MINNOW_CUDA_LINES", "MINNOW_CUDA_RACECHECK", "NVCC", "NVCC_CCBIN", "CUDA_HOME"]
+        {
             println!("cargo::rerun-if-env-changed={variable}");
         }
         println!("cargo::rerun-if-changed=cu");
@@ -106,6 +109,12 @@ mod cuda {
     fn compile_one(nvcc: &Path, version: &[u8], job: &Job, out: &Path) -> Result<(), String> {
         let mut command = Command::new(nvcc);
         command.args(["-fatbin", "-O3", "-std=c++17", "--compress-mode=size", "-I", "cu", "-Werror", "all-warnings"]);
+        if env::var_os("MINNOW_CUDA_LINES").is_some() {
+            command.arg("-lineinfo");
+        }
+        if env::var_os("MINNOW_CUDA_RACECHECK").is_some() {
+            command.arg("-DMINNOW_RACECHECK");
+        }
         for target in &job.targets {
             command.arg(format!("-gencode=arch=compute_{target},code=sm_{target}"));
         }

@@ -21,6 +21,22 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+/// How often `warp_arrive` arrives. A warp's lanes are in step before one of them arrives for all; racecheck of
+/// compute-sanitizer does not see that, so for its sake each lane can arrive for itself: docs/cuda.md.
+#ifdef MINNOW_RACECHECK
+constexpr int WARP_ARRIVALS = 32;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
+
+/// Arrives for a whole warp.
+__device__ __forceinline__ void warp_arrive(uint32_t barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 < WARP_ARRIVALS) {
+        barrier_arrive(barrier);
+    }
+}
+
 /// Waits for the end of the phase of this parity: phases count from 0.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity) {
     asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"

@@ -34,7 +34,7 @@ struct BulkTile {
         if (threadIdx.x == 0) {
             for (int index = 0; index < STAGES; ++index) {
                 barrier_init(full(shared, index), 1 + 32 * CARRIERS);
-                barrier_init(read(shared, index), WARPS);
+                barrier_init(read(shared, index), WARPS * WARP_ARRIVALS);
             }
             barriers_ready();
         }
@@ -107,10 +107,7 @@ struct BulkTile {
             barrier_wait(full(shared, index), index / STAGES % 2);
             const uint8_t *stage = shared + index % STAGES * STAGE_BYTES;
             warp.add(stage + wm * SW * F::BYTES, shared_address(stage) + WEIGHT_BYTES + wn * NT * 8 * PITCH);
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) {
-                barrier_arrive(read(shared, index));
-            }
+            warp_arrive(read(shared, index));
         }
         sync_first(WORKERS);
     }

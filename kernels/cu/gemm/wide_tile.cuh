@@ -47,7 +47,7 @@ struct WideTile {
         if (threadIdx.x == 0) {
             for (int index = 0; index < STAGES; ++index) {
                 barrier_init(full(shared, index), 1 + CARRIERS);
-                barrier_init(read(shared, index), WORKERS / 32);
+                barrier_init(read(shared, index), WORKERS / 32 * WARP_ARRIVALS);
             }
             barriers_ready();
         }
@@ -157,9 +157,7 @@ struct WideTile {
         // waits for all of a thread's copies; after the barrier it orders them just as well from here.
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         batches<FIRST_OF_ALL, 0>(shared + slot % STAGES * STAGE_BYTES);
-        if (threadIdx.x % 32 == 0) {
-            barrier_arrive(read(shared, slot));
-        }
+        warp_arrive(read(shared, slot));
     }
 
     template <bool FIRST_OF_ALL, int I>
