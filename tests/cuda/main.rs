@@ -1,5 +1,6 @@
 //! The CUDA kernels and backend on a GPU; where there is none, each test says that it was skipped.
 
+mod fused;
 mod kernels;
 mod matrices;
 mod model;

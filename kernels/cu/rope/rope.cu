@@ -10,17 +10,15 @@
 // Rounding: cosine and sine are BF16; x * scale, the product with the weight, both products of a rotation and their sum
 // are each rounded to BF16; everything else is FP32.
 // Bound by memory: each value is read once and written once.   Oracle: kernels/src/oracle/norm.rs, rope.rs
-#include "common/rows.cuh"
+#include "head.cuh"
 
-constexpr int DIM = 128;
-constexpr int PAIRS = 32;
 constexpr int ROWS_OF_BLOCK = 32;
 constexpr int WARPS = 8;
 
 extern "C" __global__ void __launch_bounds__(256)
 embed(const uint32_t *tokens, const bf16 *embedding, bf16 *x, int dim) {
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     const bf16 *from = embedding + size_t(tokens[blockIdx.x]) * dim;
     bf16 *to = x + size_t(blockIdx.x) * dim;
     for (int d = threadIdx.x * 8; d < dim; d += blockDim.x * 8) {
@@ -32,48 +30,38 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 norm_and_rope(const bf16 *qkv, const bf16 *query_weight, const bf16 *key_weight, const __nv_bfloat162 *tables,
               const uint2 *blocks, const uint32_t *page_tables, bf16 *q, bf16 *pool, uint64_t page_stride, int heads,
               int kv_heads, float eps) {
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     int row = blockIdx.x, lane = threadIdx.x % 32, head = blockIdx.y * WARPS + threadIdx.x / 32;
     if (head >= heads + 2 * kv_heads) {
         return;
     }
-    const bf16 *from = qkv + (size_t(row) * (heads + 2 * kv_heads) + head) * DIM;
-    // A lane has dimensions lane, lane + 32, lane + 64 and lane + 96, so both of a rotated pair.
-    float v[4];
+    const bf16 *from = qkv + (size_t(row) * (heads + 2 * kv_heads) + head) * HEAD_DIM;
+    float v[1][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        v[i] = __bfloat162float(from[lane + 32 * i]);
+        v[0][i] = __bfloat162float(from[lane + 32 * i]);
     }
     uint2 block = blocks[row / ROWS_OF_BLOCK];
     bool is_query = head < heads, is_key = !is_query && head < heads + kv_heads;
     if (is_query || is_key) {
         const bf16 *weight = is_query ? query_weight : key_weight;
-        if (weight) {
-            float squares = warp_sum(v[0] * v[0] + v[1] * v[1] + v[2] * v[2] + v[3] * v[3]);
-            float scale = 1.0f / sqrtf(squares / DIM + eps);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                v[i] = rounded(rounded(v[i] * scale) * __bfloat162float(weight[lane + 32 * i]));
-            }
-        }
         int position = (block.y - 1) * ROWS_OF_BLOCK + row % ROWS_OF_BLOCK;
-        float2 turn = __bfloat1622float2(tables[size_t(position) * PAIRS + lane]);
-        float low = rounded(v[0] * turn.x) - rounded(v[1] * turn.y);
-        float high = rounded(v[1] * turn.x) + rounded(v[0] * turn.y);
-        v[0] = low;
-        v[1] = high;
+        float of_lane[4];
+        float2 turn[1] = {__bfloat1622float2(tables[size_t(position) * PAIRS + lane])};
+        load_weight(of_lane, weight, lane);
+        norm_and_turn<1>(v, weight != nullptr, of_lane, turn, eps);
     }
     bf16 *to;
     if (is_query) {
-        to = q + (size_t(row) * heads + head) * DIM;
+        to = q + (size_t(row) * heads + head) * HEAD_DIM;
     } else {
         // Keys, then values: the heads of both follow each other in a page as they do in qkv.
         size_t page = page_tables[block.x + block.y - 1];
-        to = pool + page * page_stride + (size_t(head - heads) * ROWS_OF_BLOCK + row % ROWS_OF_BLOCK) * DIM;
+        to = pool + page * page_stride + (size_t(head - heads) * ROWS_OF_BLOCK + row % ROWS_OF_BLOCK) * HEAD_DIM;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        to[lane + 32 * i] = __float2bfloat16_rn(v[i]);
+        to[lane + 32 * i] = __float2bfloat16_rn(v[0][i]);
     }
 }

@@ -14,11 +14,20 @@ const CHUNKS_MAX: usize = 32;
 /// Rows of a block of threads, as in the source.
 const ATTEND_ROWS: usize = 128;
 const PARTIAL_ROWS: usize = 64;
+/// `attend_one`: blocks of a cluster, rows of its query heads, threads, shared memory.
+const ONE_CLUSTER: usize = 8;
+const ONE_ROWS: usize = 64;
+const ONE_THREADS: u32 = 256;
+const ONE_SHARED_BYTES: u32 = 213 * 1024;
 
-/// A tile of 128 keys, one of 128 values, and `rows` queries.
-const fn shared_bytes(rows: usize) -> u32 {
-    ((2 * 128 + rows) * DIM * size_of::<bf16>()) as u32
+/// `tiles` tiles of 128 keys and of 128 values each, and `rows` queries.
+const fn shared_bytes(tiles: usize, rows: usize) -> u32 {
+    ((2 * 128 * tiles + rows) * DIM * size_of::<bf16>()) as u32
 }
+
+const AHEAD_SHARED_BYTES: u32 = shared_bytes(2, ATTEND_ROWS);
+const ATTEND_SHARED_BYTES: u32 = shared_bytes(1, ATTEND_ROWS);
+const PARTIAL_SHARED_BYTES: u32 = shared_bytes(1, PARTIAL_ROWS);
 
 /// The kernels of this family.
 #[derive(Clone, Debug)]
@@ -26,8 +35,11 @@ pub struct Attention {
     embed: Kernel,
     norm_and_rope: Kernel,
     attend: Kernel,
+    attend_shared_bytes: u32,
     partial: Kernel,
     combine: Kernel,
+    /// Everything for a single block; Hopper's.
+    one: Option<Kernel>,
     multiprocessors: usize,
 }
 
@@ -66,14 +78,25 @@ pub struct HeadTransform {
 impl Attention {
     /// Loads the kernels.
     pub fn new(device: &Device) -> Result<Self, CudaError> {
-        let attend = device.kernel("attention", "attend")?;
+        let (attend, attend_shared_bytes) = match device.properties().shared_bytes_max >= AHEAD_SHARED_BYTES {
+            true => ("attend_ahead", AHEAD_SHARED_BYTES),
+            false => ("attend", ATTEND_SHARED_BYTES),
+        };
+        let attend = device.kernel("attention", attend)?;
         let partial = device.kernel("attention", "partial")?;
-        attend.allow_shared(shared_bytes(ATTEND_ROWS))?;
-        partial.allow_shared(shared_bytes(PARTIAL_ROWS))?;
+        attend.allow_shared(attend_shared_bytes)?;
+        partial.allow_shared(PARTIAL_SHARED_BYTES)?;
+        let one = match device.has_module("attention_one_sm90a")? {
+            true => Some(device.kernel("attention_one_sm90a", "attend_one")?),
+            false => None,
+        };
+        one.iter().try_for_each(|kernel| kernel.allow_shared(ONE_SHARED_BYTES))?;
         Ok(Self {
+            one,
             embed: device.kernel("rope", "embed")?,
             norm_and_rope: device.kernel("rope", "norm_and_rope")?,
             attend,
+            attend_shared_bytes,
             partial,
             combine: device.kernel("attention", "combine")?,
             multiprocessors: device.properties().multiprocessors as usize,
@@ -151,6 +174,56 @@ impl Attention {
         }
     }
 
+    /// Whether [`attend_one`](Self::attend_one) takes batches of so many blocks.
+    #[must_use]
+    pub fn takes_one(&self, blocks: usize) -> bool {
+        blocks == 1 && self.one.is_some()
+    }
+
+    /// [`norm_and_rope`](Self::norm_and_rope) and [`attend`](Self::attend) of a single block, with the same bits.
+    /// `out: [32, query * dim]`.
+    ///
+    /// # Safety
+    /// As those two. No kernel since the last one that did not overlap writes the pages of earlier blocks.
+    ///
+    /// # Panics
+    /// If [`takes_one`](Self::takes_one) says no.
+    pub unsafe fn attend_one(
+        &self,
+        out: Pointer<bf16>,
+        pages: PagesOfLayer,
+        qkv: Pointer<bf16>,
+        transform: &HeadTransform,
+        tables: BlockTables,
+        heads: Heads,
+    ) -> Result<(), CudaError> {
+        let group = heads.query / heads.kv;
+        let grid = [ONE_CLUSTER, heads.kv * (group * BLOCK).div_ceil(ONE_ROWS), 1].map(|count| count as u32);
+        let launch = LaunchShape::new(grid, ONE_THREADS).shared(ONE_SHARED_BYTES).overlapping();
+        let kernel = self.one.as_ref().expect("a GPU that takes one block by itself");
+        // SAFETY: the parameters of the source; the kernel waits before it reads or writes what kernels in front of it
+        // write or read; the rest is the caller's promise.
+        unsafe {
+            kernel.launch(
+                launch,
+                &[
+                    argument(&qkv),
+                    argument(&transform.query_norm),
+                    argument(&transform.key_norm),
+                    argument(&transform.rotations),
+                    argument(&pages.first),
+                    argument(&tables.blocks),
+                    argument(&tables.page_tables),
+                    argument(&out),
+                    argument(&pages.page_stride),
+                    argument(&(heads.kv as i32)),
+                    argument(&(group as i32)),
+                    argument(&transform.eps),
+                ],
+            )
+        }
+    }
+
     /// Floats of scratch that [`attend`](Self::attend) needs for batches of up to `blocks`: `(sums, weights)`.
     #[must_use]
     pub fn scratch_len(&self, blocks: usize, heads: Heads) -> (usize, usize) {
@@ -188,7 +261,7 @@ impl Attention {
         let sizes = [argument(&pages.page_stride), argument(&kv), argument(&group_argument)];
         if blocks > self.split_blocks_max(heads) {
             let grid = [heads.kv, (group * BLOCK).div_ceil(ATTEND_ROWS), blocks].map(|count| count as u32);
-            let launch = LaunchShape::new(grid, 256).shared(shared_bytes(ATTEND_ROWS)).overlapping();
+            let launch = LaunchShape::new(grid, 256).shared(self.attend_shared_bytes).overlapping();
             let arguments = [&inputs[..], &[argument(&out)], &sizes].concat();
             // SAFETY: the parameters of the source; the kernel waits; the rest is the caller's promise.
             return unsafe { self.attend.launch(launch, &arguments) };
@@ -197,7 +270,7 @@ impl Attention {
         let launch = LaunchShape::new([CHUNKS_MAX, heads.kv * parts, blocks].map(|count| count as u32), 128);
         let arguments = [&inputs[..], &[argument(&sums), argument(&weights)], &sizes].concat();
         // SAFETY: as above.
-        unsafe { self.partial.launch(launch.shared(shared_bytes(PARTIAL_ROWS)).overlapping(), &arguments) }?;
+        unsafe { self.partial.launch(launch.shared(PARTIAL_SHARED_BYTES).overlapping(), &arguments) }?;
         let launch = LaunchShape::new([4, heads.query as u32, blocks as u32], 256).overlapping();
         let arguments =
             [argument(&sums), argument(&weights), argument(&tables.blocks), argument(&out), argument(&query)];

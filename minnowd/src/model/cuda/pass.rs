@@ -144,7 +144,7 @@ impl Kernels {
             self.norm.residual_norm(w.x.pointer(), Pointer::null(), first, w.h.pointer(), norm_shape)?;
             for (index, layer) in weights.layers.iter().enumerate() {
                 let is_end = only_pages && index == last;
-                self.attend(memory, layer, index, shape.blocks, is_end, look)?;
+                self.attend(memory, layer, index, shape, is_end, look)?;
                 if is_end {
                     // Nobody reads what comes after the last keys and values.
                     return Ok(());
@@ -193,11 +193,11 @@ impl Kernels {
         memory: &Memory<'_>,
         layer: &Layer,
         index: usize,
-        blocks: usize,
+        shape: PassShape,
         only_pages: bool,
         look: &mut dyn Look,
     ) -> Result<(), CudaError> {
-        let (w, heads) = (memory.workspace, heads(&self.config));
+        let (w, heads, blocks) = (memory.workspace, heads(&self.config), shape.blocks);
         let of_layer = 2 * self.config.kv_elements_per_page();
         let pages = PagesOfLayer {
             first: memory.pages.at(index * of_layer),
@@ -215,6 +215,10 @@ impl Kernels {
         // SAFETY: as in `queue`.
         unsafe {
             self.linear.bf16(qkv, w.h.pointer(), &layer.qkv, blocks * BLOCK)?;
+            // Looked at are the kernels that do one thing each; this one gives the same bits.
+            if !shape.is_whole && !only_pages && self.attention.takes_one(blocks) {
+                return self.attention.attend_one(mixed, pages, qkv, &transform, tables, heads);
+            }
             self.attention.norm_and_rope(q, pages, qkv, &transform, tables, blocks, heads)?;
             look.look(Some(index), Point::Key, Seen::Pages)?;
             if !only_pages {
