@@ -52,6 +52,16 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_
                  : "memory");
 }
 
+/// As `copy_bulk`, of what will not be read again: it leaves the second-level cache first, and kernels' code and
+/// activations stay.
+__device__ __forceinline__ void copy_bulk_once(uint32_t to, const void *from, uint32_t bytes, uint32_t barrier) {
+    asm volatile("{\n.reg .b64 first;\ncreatepolicy.fractional.L2::evict_first.b64 first, 1.0;\n"
+                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], first;\n}" ::
+                     "r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
 /// Arrives as soon as all copies of `copy_16` that this thread has begun are done.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

@@ -57,9 +57,9 @@ struct BulkTile {
                 for (int part = 0; part < BLOCKS * STRIPS / ACROSS; ++part) {
                     const int from_strip = strip + part % (STRIPS / ACROSS) * ACROSS, block = part / (STRIPS / ACROSS);
                     if (from_strip < strips) {
-                        copy_bulk(start + index % STAGES * STAGE_BYTES + part * (ACROSS * F::BYTES),
-                                  blocks_at<F>(w, strips, k / F::UNIT, from_strip, index * BLOCKS + block),
-                                  min(ACROSS, strips - from_strip) * F::BYTES, full(shared, index));
+                        copy_bulk_once(start + index % STAGES * STAGE_BYTES + part * (ACROSS * F::BYTES),
+                                       blocks_at<F>(w, strips, k / F::UNIT, from_strip, index * BLOCKS + block),
+                                       min(ACROSS, strips - from_strip) * F::BYTES, full(shared, index));
                     }
                 }
             }

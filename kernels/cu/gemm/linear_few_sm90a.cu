@@ -19,8 +19,8 @@ __device__ __forceinline__ void linear(void *out, const bf16 *x, const uint8_t *
     T::begin(shared);
     if (threadIdx.x >= T::WORKERS) {
         T::bring(shared, w, (n + 15) / 16, strip, x, count, k, [&] {
-            wait_for_kernel_in_front();
             allow_kernel_behind();
+            wait_for_kernel_in_front();
         }, [&](int t) { return uint32_t(first + t); });
         return;
     }
@@ -43,7 +43,7 @@ __device__ __forceinline__ void linear(void *out, const bf16 *x, const uint8_t *
 
 using Tile16x16 = BulkTile<Bf16, 1, 2, 1, 1, 256, 6, 4>;
 using Tile16x32 = BulkTile<Bf16, 1, 4, 1, 1, 256, 4, 4>;
-using Tile32x32 = BulkTile<Bf16, 2, 4, 1, 1, 128, 6, 4>;
+using Tile32x32 = BulkTile<Bf16, 2, 4, 1, 1, 256, 4, 4>;
 using Tile64x32 = BulkTile<Bf16, 4, 2, 1, 2, 128, 4, 4>;
 
 }  // namespace

@@ -21,7 +21,7 @@ __device__ __forceinline__ void linear(void *out, Best best, const bf16 *x, cons
         T::bring(shared, w, (n + 15) / 16, strip, x, count, k, 0, [&] {
             wait_for_kernel_in_front();
             allow_kernel_behind();
-        }, [&](int t) { return uint32_t(first + t); });
+        }, [&](int t) { return uint32_t(first + t); }, gridDim.x == 1);
         return;
     }
     T::as_worker();

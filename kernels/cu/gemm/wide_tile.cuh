@@ -63,10 +63,12 @@ struct WideTile {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     }
 
-    /// Brings everything, as `BulkTile::bring`; by the last warpgroup. `before`: stages of the tiles before this one.
+    /// Brings everything, as `BulkTile::bring`; by the last warpgroup. `before`: stages of the tiles before this one;
+    /// `is_once`: whether nobody else reads the weights.
     template <class READY, class ROW_OF>
     static __device__ __forceinline__ void bring(const uint8_t *shared, const uint8_t *w, int strips, int strip,
-                                                 const bf16 *x, int count, int k, int before, READY ready, ROW_OF row_of) {
+                                                 const bf16 *x, int count, int k, int before, READY ready, ROW_OF row_of,
+                                                 bool is_once = false) {
         const int carrier = threadIdx.x - WORKERS, stages = k / DEPTH;
         const uint32_t start = shared_address(shared);
         auto bring_weights = [&](int index) {
@@ -81,9 +83,14 @@ struct WideTile {
                 for (int part = 0; part < BLOCKS * MS; ++part) {
                     const int from_strip = strip + part % MS * BAND, block = part / MS;
                     if (from_strip < strips) {
-                        copy_bulk(start + slot % STAGES * STAGE_BYTES + TOKEN_BYTES + part * (BAND * F::BYTES),
-                                  blocks_at<F>(w, strips, k / F::UNIT, from_strip, index * BLOCKS + block),
-                                  min(BAND, strips - from_strip) * F::BYTES, full(shared, slot));
+                        const uint32_t to = start + slot % STAGES * STAGE_BYTES + TOKEN_BYTES + part * (BAND * F::BYTES);
+                        const uint8_t *from = blocks_at<F>(w, strips, k / F::UNIT, from_strip, index * BLOCKS + block);
+                        const int bytes = min(BAND, strips - from_strip) * F::BYTES;
+                        if (is_once) {
+                            copy_bulk_once(to, from, bytes, full(shared, slot));
+                        } else {
+                            copy_bulk(to, from, bytes, full(shared, slot));
+                        }
                     }
                 }
             }

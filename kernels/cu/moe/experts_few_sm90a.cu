@@ -1,6 +1,7 @@
 // experts_few_<projection>_<format>: the kernels of this name in experts.cu, for Hopper; the same bits.
+// experts_fewest_<projection>_<format>: likewise, of INT4, faster while most tiles are of up to 16 slots.
 // Arguments and layouts: experts.cu; tiles of up to 32 slots.
-// Grid: the shared expert's blocks, then x over the weight rows of each tile.  Block: 160 threads.  Shared: `BulkTile`.
+// Grid: the shared expert's blocks, then x over the weight rows of each tile.  Block: 4 warps that multiply, 1 or 2 that bring.  Shared: `BulkTile`.
 // Bound by memory: each weight is read once a tile, by bulk copies; those of `down` begin before its tokens are there.
 // Oracle: kernels/src/oracle/experts.rs
 #include "experts.cuh"
@@ -11,17 +12,18 @@ namespace {
 /// Shared memory of a block, so that three are resident.
 constexpr int SHARED_BYTES = 75 * 1024;
 
-template <class F, int NT>
+template <class F, int NT, int CARRIERS>
 struct Bulk {
-    static constexpr int STAGE_BYTES = BulkTile<F, 4, 1, 2, NT, DEPTH_OF<F>, 1, 1>::STAGE_BYTES;
+    static constexpr int STAGE_BYTES = BulkTile<F, 4, 1, 2, NT, DEPTH_OF<F>, 1, CARRIERS>::STAGE_BYTES;
     static constexpr int STAGES = SHARED_BYTES / (STAGE_BYTES + 16) < 6 ? SHARED_BYTES / (STAGE_BYTES + 16) : 6;
     static_assert(STAGES >= 2);
-    using Type = BulkTile<F, 4, 1, 2, NT, DEPTH_OF<F>, STAGES, 1>;
+    using Type = BulkTile<F, 4, 1, 2, NT, DEPTH_OF<F>, STAGES, CARRIERS>;
 };
 
 /// 128 weight rows of 32 rows of activations: with one block of mini, all blocks of `gate_up` are resident at once.
-using SharedTile = BulkTile<Bf16, 4, 1, 2, 4, 64, 3, 1>;
-static_assert(SharedTile::SHARED_BYTES <= SHARED_BYTES);
+template <int CARRIERS>
+using SharedTile = BulkTile<Bf16, 4, 1, 2, 4, 64, 3, CARRIERS>;
+static_assert(SharedTile<1>::SHARED_BYTES <= SHARED_BYTES);
 
 template <class T, Projection PROJECTION, class ROW, class TARGET>
 __device__ __forceinline__ void bulk_tile(uint8_t *shared, bf16 *out, const bf16 *x, const uint8_t *w, float upper_scale,
@@ -48,12 +50,12 @@ __device__ __forceinline__ void bulk_tile(uint8_t *shared, bf16 *out, const bf16
     values.template store<T::WORKERS>(out + column, columns, count, columns - column, target_of);
 }
 
-template <class F, Projection PROJECTION>
+template <class F, Projection PROJECTION, int CARRIERS>
 __device__ __forceinline__ void few(bf16 *out, const bf16 *x, Weights w, const uint8_t *shared_w, Routes routes, int n, int k,
                                     int rows, int slots, int stride, int shared_blocks) {
     extern __shared__ __align__(128) uint8_t shared[];
     if (int(blockIdx.x) < shared_blocks) {
-        using T = SharedTile;
+        using T = SharedTile<CARRIERS>;
         const int across = (n + T::ROWS - 1) / T::ROWS, first = blockIdx.x / across * T::COLS;
         bulk_tile<T, PROJECTION>(
             shared, out, x, shared_w, 1.0f, 1.0f, blockIdx.x % across * T::STRIPS, min(rows - first, T::COLS), n, k,
@@ -79,7 +81,7 @@ __device__ __forceinline__ void few(bf16 *out, const bf16 *x, Weights w, const u
         upper_scale = w.scales[slots_of.x * each] * F::FACTOR, lower_scale = w.scales[slots_of.x * each + each - 1] * F::FACTOR;
     }
     auto with = [&](auto nt) {
-        using T = typename Bulk<F, decltype(nt)::VALUE>::Type;
+        using T = typename Bulk<F, decltype(nt)::VALUE, CARRIERS>::Type;
         bulk_tile<T, PROJECTION>(
             shared, out, x, w.data + slots_of.x * w.bytes, upper_scale, lower_scale, block % across * T::STRIPS, count, n, k,
             [&](int t) { return PROJECTION == GATE_UP ? routes.slot_rows[first + t] : first + t; },
@@ -98,16 +100,27 @@ __device__ __forceinline__ void few(bf16 *out, const bf16 *x, Weights w, const u
 
 }  // namespace
 
-#define EXPERTS(NAME, FORMAT, PROJECTION)                                                                              \
-    extern "C" __global__ void __launch_bounds__(160, 3)                                                               \
+#define EXPERTS(NAME, FORMAT, PROJECTION, CARRIERS)                                                                    \
+    extern "C" __global__ void __launch_bounds__(128 + 32 * CARRIERS, 3)                                               \
         NAME(bf16 *out, const bf16 *x, const uint8_t *w, uint64_t bytes, const float *scales, const uint8_t *shared_w, \
              const uint4 *tiles, const uint32_t *tile_count, const uint32_t *slot_rows, const uint32_t *slot_parts,    \
              int n, int k, int rows, int slots, int stride, int shared_blocks) {                                       \
-        few<FORMAT, PROJECTION>(out, x, Weights{w, bytes, scales}, shared_w,                                           \
-                                Routes{tiles, tile_count, slot_rows, slot_parts}, n, k, rows, slots, stride,           \
-                                shared_blocks);                                                                        \
+        few<FORMAT, PROJECTION, CARRIERS>(out, x, Weights{w, bytes, scales}, shared_w,                                 \
+                                          Routes{tiles, tile_count, slot_rows, slot_parts}, n, k, rows, slots, stride, \
+                                          shared_blocks);                                                              \
     }
-#define ALL(SUFFIX, FORMAT)                                                                                            \
-    EXPERTS(experts_few_gate_up_##SUFFIX, FORMAT, GATE_UP)                                                             \
-    EXPERTS(experts_few_down_##SUFFIX, FORMAT, DOWN)
-FOR_EVERY_FORMAT(ALL)
+#define BOTH(WIDTH, SUFFIX, FORMAT, CARRIERS)                                                                          \
+    EXPERTS(experts_##WIDTH##_gate_up_##SUFFIX, FORMAT, GATE_UP, CARRIERS)                                             \
+    EXPERTS(experts_##WIDTH##_down_##SUFFIX, FORMAT, DOWN, CARRIERS)
+// A second warp that brings leaves fewer registers to each: too few for INT4 and many slots.
+BOTH(few, bf16, Bf16, 2)
+BOTH(few, int8_32, Int8<32>, 2)
+BOTH(few, int8_64, Int8<64>, 2)
+BOTH(few, int8_128, Int8<128>, 2)
+BOTH(few, int4_32, Int4<32>, 1)
+BOTH(few, int4_64, Int4<64>, 1)
+BOTH(few, int4_128, Int4<128>, 1)
+BOTH(few, nvfp4, Nvfp4, 2)
+BOTH(fewest, int4_32, Int4<32>, 2)
+BOTH(fewest, int4_64, Int4<64>, 2)
+BOTH(fewest, int4_128, Int4<128>, 2)

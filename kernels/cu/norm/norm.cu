@@ -44,8 +44,8 @@ __device__ __forceinline__ void normalise(float (&v)[PIECES][8], const bf16 *wei
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 residual_norm(bf16 *x, const bf16 *y, const bf16 *weight, bf16 *out, int dim, float eps) {
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     size_t row = size_t(blockIdx.x) * dim;
     float v[PIECES][8];
 #pragma unroll
@@ -75,8 +75,8 @@ residual_norm(bf16 *x, const bf16 *y, const bf16 *weight, bf16 *out, int dim, fl
 extern "C" __global__ void __launch_bounds__(THREADS)
 combine_norm(bf16 *x, const bf16 *parts, const float *weights, const bf16 *weight, bf16 *out, int slots, int stride,
              int dim, float eps) {
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     size_t row = size_t(blockIdx.x) * dim;
     const bf16 *of_row = parts + row * stride;
     float v[PIECES][8];

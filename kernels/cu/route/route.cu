@@ -5,72 +5,30 @@
 // slot_rows: [slots] u32, the row of a slot;   slot_parts: [slots] u32, row * stride + place of the expert in ids.
 // tiles: [tile_count] of (expert, first slot, slots, 0), experts ascending;   slots = blocks * 32 * k.
 // Grid: one block of threads a block of rows.  Block: choose: 1024 threads, a warp a row; order: 256.
-// Shared: choose: 32 * experts floats and 32 * 256 16-bit numbers: the biased scores, and a list of experts for each
+// Shared: choose: 32 * experts floats, experts rounded up to a multiple of 32, and 32 * 256 16-bit numbers: the biased scores, and a list of experts for each
 // warp, of which choosing by block needs but one.
 // All FP32; ties: the larger value first, the lower index first among equals; NaN ranks as minus infinity. A weight is
 // score / (sum of the chosen scores in the order of ids + 1e-20) * scale, without the division if k == 1.
 // `order` takes the rows of an expert in ascending order. Bound by latency.   Oracle: kernels/src/oracle/router.rs
-#include "common/rows.cuh"
+#include "rank.cuh"
 
-constexpr int ROWS = 32;
-constexpr int EXPERTS_MAX = 256;
 /// `order` has a thread for each expert, `choose` four.
-constexpr int WARPS = 8;
-constexpr int THREADS = 32 * WARPS;
 constexpr int PARTS = 4;
-constexpr int CANDIDATES_OF_LANE = EXPERTS_MAX / 32;
-
-__device__ __forceinline__ float ranked(float x) {
-    return isnan(x) ? -INFINITY : x;
-}
-
-__device__ __forceinline__ float sigmoid(float x) {
-    return __frcp_rn(1.0f + expf(-x));
-}
-
-/// A number that is ordered as the float: NaN as minus infinity, both zeros the same.
-__device__ __forceinline__ int ordered(float x) {
-    int bits = __float_as_int(ranked(x) + 0.0f);
-    return bits < 0 ? int(0x80000000u - uint32_t(bits)) : bits;
-}
-
-/// The float of an `ordered` number.
-__device__ __forceinline__ float value_of(int x) {
-    return __uint_as_float(x < 0 ? 0x80000000u - uint32_t(x) : uint32_t(x));
-}
-
-/// 1 if (a, index i) comes before (b, index j), of `ordered` numbers. There is none so large that adding one overflows.
-__device__ __forceinline__ int precedes(int a, int i, int b, int j) {
-    return a + int(i < j) > b;
-}
-
-/// Counts for each of a lane's first `COUNT` candidates how many of the pool come before it.
-template <int COUNT>
-__device__ __forceinline__ void rank_among(int (&rank)[CANDIDATES_OF_LANE], const int (&own)[CANDIDATES_OF_LANE],
-                                           const int *scores, int pool, int lane) {
-#pragma unroll 4
-    for (int other = 0; other < pool; ++other) {
-        int score = scores[other];
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) {
-            rank[i] += precedes(score, other, own[i], i * 32 + lane);
-        }
-    }
-}
 
 extern "C" __global__ void __launch_bounds__(PARTS * THREADS)
 choose(const float *logits, const float *bias, uint32_t *ids, float *weights, uint32_t *masks, int experts, int k,
        float scale, int capacity, int groups, int kept) {
     extern __shared__ __align__(16) int biased[];
-    auto *lists = reinterpret_cast<uint16_t *>(biased + ROWS * experts);
-    __shared__ int peaks[PARTS][EXPERTS_MAX];
+    const int pitch = (experts + 31) / 32 * 32;
+    auto *lists = reinterpret_cast<uint16_t *>(biased + ROWS * pitch);
+    __shared__ __align__(16) int peaks[PARTS][EXPERTS_MAX];
     __shared__ int ranks[PARTS][EXPERTS_MAX];
     __shared__ uint32_t chosen[EXPERTS_MAX];
     __shared__ uint32_t in_pool[EXPERTS_MAX / 32];
     __shared__ int strengths[ROWS][32];
     __shared__ uint16_t picked[ROWS][32];
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     int row = threadIdx.x / 32, lane = threadIdx.x % 32, expert = threadIdx.x % THREADS, part = threadIdx.x / THREADS;
     const float *of_block = logits + size_t(blockIdx.x) * ROWS * experts;
 
@@ -80,9 +38,9 @@ choose(const float *logits, const float *bias, uint32_t *ids, float *weights, ui
         float of_expert = bias[expert];
 #pragma unroll
         for (int i = 0; i < ROWS / PARTS; ++i) {
-            int at = (part * (ROWS / PARTS) + i) * experts + expert;
-            int score = ordered(sigmoid(of_block[at]) + of_expert);
-            biased[at] = score;
+            int at = part * (ROWS / PARTS) + i;
+            int score = ordered(sigmoid(of_block[at * experts + expert]) + of_expert);
+            biased[at * pitch + expert] = score;
             peak = max(peak, score);
         }
     }
@@ -102,10 +60,12 @@ choose(const float *logits, const float *bias, uint32_t *ids, float *weights, ui
         }
         __syncthreads();
         // And the comparisons with the others.
-        int rank = 0, end = min(experts, (part + 1) * (EXPERTS_MAX / PARTS));
-#pragma unroll 8
-        for (int other = part * (EXPERTS_MAX / PARTS); other < end; ++other) {
-            rank += precedes(peaks[0][other], other, peak, expert);
+        int rank = 0;
+#pragma unroll
+        for (int i = 0; i < EXPERTS_MAX / PARTS; i += 32) {
+            const int first = part * (EXPERTS_MAX / PARTS) + i;
+            rank += first == expert / 32 * 32 ? count_before(&peaks[0][first], peak, lane)
+                                              : count_above(&peaks[0][first], peak - int(first < expert));
         }
         ranks[part][expert] = rank;
         __syncthreads();
@@ -128,7 +88,7 @@ choose(const float *logits, const float *bias, uint32_t *ids, float *weights, ui
         // A thread sums the two best of a group of a row; neighbours begin at different members, so at different banks.
         int size = experts / groups;
         for (int i = threadIdx.x; i < ROWS * groups; i += PARTS * THREADS) {
-            const int *members = biased + i / groups * experts + i % groups * size;
+            const int *members = biased + i / groups * pitch + i % groups * size;
             int best = ordered(-INFINITY), second = best;
             for (int j = 0; j < size; ++j) {
                 int score = members[(j + threadIdx.x) % size];
@@ -143,7 +103,7 @@ choose(const float *logits, const float *bias, uint32_t *ids, float *weights, ui
     }
     __syncthreads();
 
-    int *scores = biased + row * experts;
+    int *scores = biased + row * pitch;
     if (groups != 0) {
         int rank = 0, size = experts / groups;
         int strength = lane < groups ? strengths[row][lane] : 0;
@@ -169,8 +129,8 @@ choose(const float *logits, const float *bias, uint32_t *ids, float *weights, ui
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < CANDIDATES_OF_LANE; ++i) {
-        if (i * 32 + lane < pool) {
-            scores[i * 32 + lane] = own[i];
+        if (i * 32 < pool) {
+            scores[i * 32 + lane] = i * 32 + lane < pool ? own[i] : LAST;
         }
     }
     __syncwarp();
@@ -203,36 +163,14 @@ choose(const float *logits, const float *bias, uint32_t *ids, float *weights, ui
     }
 }
 
-/// Sums over the threads before this one, and over all. `scratch`: [WARPS] ints.
-__device__ __forceinline__ int2 sum_before(int value, int *scratch) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, sum = value;
-#pragma unroll
-    for (int distance = 1; distance < 32; distance *= 2) {
-        int other = __shfl_up_sync(0xffffffffu, sum, distance);
-        sum += lane >= distance ? other : 0;
-    }
-    if (lane == 31) {
-        scratch[warp] = sum;
-    }
-    __syncthreads();
-    int before = 0, all = 0;
-#pragma unroll
-    for (int other = 0; other < WARPS; ++other) {
-        before += other < warp ? scratch[other] : 0;
-        all += scratch[other];
-    }
-    __syncthreads();
-    return make_int2(before + sum - value, all);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS)
 order(const uint32_t *ids, const uint32_t *masks, uint32_t *slot_rows, uint32_t *slot_parts, uint4 *tiles,
       uint32_t *tile_count, int experts, int k, int stride, int tile_rows) {
     __shared__ int first_slot[EXPERTS_MAX];
     __shared__ uint32_t of_block[EXPERTS_MAX];
     __shared__ int scratch[WARPS];
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     int expert = threadIdx.x, blocks = gridDim.x;
     int before = 0, all = 0;
     if (expert < experts) {

@@ -27,8 +27,8 @@ best_tokens(const uint32_t *tile_tokens, const float *tile_logits, const float *
     __shared__ uint64_t best_of_warp[WARPS];
     __shared__ float scratch[WARPS];
     __shared__ float kept_logits[KEPT];
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     size_t first = size_t(blockIdx.x) * tiles;
     uint64_t keys[KEPT] = {};
     float values[KEPT];

@@ -15,6 +15,8 @@ use super::strips::{Format, Strips};
 const SHARED_TILE: [usize; 2] = [128, 32];
 /// Slots of a tile.
 const FEW: usize = 32;
+/// Rows of activations up to which most tiles are small.
+const FEWEST_ROWS: usize = 64;
 const MANY: usize = 64;
 const WIDE: usize = 160;
 /// Weight rows of a tile, but for some of the wide ones.
@@ -27,6 +29,7 @@ const WIDE_SHARED_BYTES: u32 = 225 * 1024;
 /// The kernels of one format.
 #[derive(Clone, Debug)]
 struct OfFormat {
+    fewest: [TileKernel; 2],
     few: [TileKernel; 2],
     many: [TileKernel; 2],
 }
@@ -88,8 +91,13 @@ impl Experts {
                 let name = format!("experts_{width}_{projection}_{suffix}");
                 TileKernel::load(device, module, &name, tile, threads, shared_bytes)
             };
+            // Of the few kernels: four warps that multiply, and those that bring.
+            let is_int4 = matches!(format, Format::Int4 { .. });
+            let few_threads = if is_int4 { 160 } else { 192 };
+            let fewest =
+                |projection: &str| load("experts_few_sm90a", "fewest", projection, [ROWS, FEW], 192, FEW_SHARED_BYTES);
             let few = |projection: &str| match hopper {
-                true => load("experts_few_sm90a", "few", projection, [ROWS, FEW], 160, FEW_SHARED_BYTES),
+                true => load("experts_few_sm90a", "few", projection, [ROWS, FEW], few_threads, FEW_SHARED_BYTES),
                 false => load("experts", "few", projection, [ROWS, FEW], 128, ANY_SHARED_BYTES),
             };
             let many = |projection: &str| match hopper {
@@ -99,7 +107,14 @@ impl Experts {
                 }
                 false => load("experts", "many", projection, [ROWS, MANY], 128, ANY_SHARED_BYTES),
             };
-            let kernels = OfFormat { few: [few("gate_up")?, few("down")?], many: [many("gate_up")?, many("down")?] };
+            let kernels = OfFormat {
+                fewest: match hopper && is_int4 {
+                    true => [fewest("gate_up")?, fewest("down")?],
+                    false => [few("gate_up")?, few("down")?],
+                },
+                few: [few("gate_up")?, few("down")?],
+                many: [many("gate_up")?, many("down")?],
+            };
             of.insert(suffix, kernels);
         }
         let multiprocessors = device.properties().multiprocessors as usize;
@@ -189,7 +204,12 @@ impl Experts {
             what: format!("{:?}, which was not loaded", weights.format),
         })?;
         let few = slots.tile_rows == FEW;
-        let with = &(if few { &of_format.few } else { &of_format.many })[projection as usize];
+        let with = match few {
+            true if slots.rows <= FEWEST_ROWS => &of_format.fewest,
+            true => &of_format.few,
+            false => &of_format.many,
+        };
+        let with = &with[projection as usize];
         let shared_blocks =
             beside.map_or(0, |shared| shared.rows.div_ceil(SHARED_TILE[0]) * slots.rows.div_ceil(SHARED_TILE[1]));
         let wide = self.hopper && !few;

@@ -61,7 +61,7 @@ impl Router {
     }
 
     fn shared_bytes(experts: usize) -> u32 {
-        (BLOCK * experts * size_of::<f32>() + BLOCK * EXPERTS_MAX * size_of::<u16>()) as u32
+        (BLOCK * experts.next_multiple_of(32) * size_of::<f32>() + BLOCK * EXPERTS_MAX * size_of::<u16>()) as u32
     }
 
     /// Chooses experts for `rows` rows, whole blocks, by `logits: [rows, experts]` and `bias: [experts]`.
