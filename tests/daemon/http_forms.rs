@@ -6,7 +6,7 @@ use minnow_tests::{checkpoint, golden};
 use serde_json::{Value, json};
 
 use super::grammar::schemas;
-use super::http::{Answers, CHAT, asking, assert_error, content, joined, server};
+use super::http::{Answers, CHAT, asking, assert_error, content, joined, scrape, server};
 
 /// A server whose model knows nothing: random weights.
 fn random_server() -> (Server, tempfile::TempDir) {
@@ -243,6 +243,18 @@ fn what_cannot_be_enforced_is_refused_by_its_path() {
         body["max_tokens"] = json!(8);
         assert!(matches!(server.post(CHAT, &body).status, 200 | 400), "{circular}");
     }
+}
+
+#[test]
+fn a_loop_at_the_end_of_an_answer_is_told_and_counted() {
+    let server = Server::start(&[]);
+    let repeated = |answer: &Value| answer["minnow"]["repeated_tokens"].as_u64().unwrap_or_else(|| panic!("{answer}"));
+    assert_eq!(repeated(&server.chat(&asking("Hello", json!({"max_tokens": 64})))), 0);
+    let looping = json!({"minnow": {"regex": "go:( la){90}"}, "max_tokens": 300});
+    let answer = server.chat(&asking("Hello", looping));
+    assert_eq!(content(&answer), format!("go:{}", " la".repeat(90)));
+    assert!((80..300).contains(&repeated(&answer)), "{answer}");
+    assert_eq!(scrape(&server)["minnow_repetition_loops_total"], 1.0);
 }
 
 #[test]

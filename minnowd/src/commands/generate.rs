@@ -131,6 +131,7 @@ pub fn run(source: &ModelSource, decoding: &DecodingDefaults, request: Request) 
                 "constrained_forwards": stats.constrained_forwards,
                 "determined_tokens": stats.determined_tokens,
                 "forced_blocks": stats.forced_blocks,
+                "repeated_tokens": stats.repeated_tokens,
                 "token_edits": stats.token_edits,
                 "deletes": stats.deletes,
                 "splits": stats.splits,

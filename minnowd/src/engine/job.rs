@@ -158,6 +158,8 @@ pub struct JobStats {
     pub deletes: usize,
     /// SPLIT edits applied.
     pub splits: usize,
+    /// Tokens at the end of the output that are one short unit over and over; 0 for an output without such a loop.
+    pub repeated_tokens: usize,
     /// Per block, in order.
     pub blocks: Vec<BlockStats>,
 }
@@ -187,6 +189,7 @@ impl JobStats {
                 (&mut total.constrained_forwards, answer.constrained_forwards),
                 (&mut total.determined_tokens, answer.determined_tokens),
                 (&mut total.forced_blocks, answer.forced_blocks),
+                (&mut total.repeated_tokens, answer.repeated_tokens),
                 (&mut total.token_edits, answer.token_edits),
                 (&mut total.deletes, answer.deletes),
                 (&mut total.splits, answer.splits),

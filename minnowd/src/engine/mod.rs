@@ -14,6 +14,7 @@
 mod client;
 mod job;
 mod mailbox;
+mod repetition;
 pub mod runner;
 mod view;
 

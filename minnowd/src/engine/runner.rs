@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use minnow_common::BLOCK;
 
 use super::job::{BlockStats, JobError, JobStats};
+use super::repetition::repeated_tail;
 use super::view::BlockView;
 use crate::cache::{Access, BlockTokens, CacheStats, Found, PageId, PrefixCache, Sequence};
 use crate::decoder::{
@@ -482,6 +483,8 @@ impl Runner {
         let Action::Finished(reason) = request.generation.action() else { return };
         let tokens = request.generation.completion().to_vec();
         request.stats.completion_tokens = tokens.len();
+        let ended = tokens.last().is_some_and(|last| request.task.stop_ids.contains(last));
+        request.stats.repeated_tokens = repeated_tail(&tokens[..tokens.len() - usize::from(ended)]);
         let outcome = Outcome { reason, tokens, stats: request.stats };
         reports.push(Report { id, progress: Progress::Finished(outcome) });
     }

@@ -75,6 +75,8 @@ struct JobSums {
     refinement_forwards: usize,
     commit_forwards: usize,
     blocks: usize,
+    /// Outputs that ended in a loop.
+    loops: usize,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -130,6 +132,7 @@ impl Metrics {
         sums.refinement_forwards += stats.denoise_forwards;
         sums.commit_forwards += stats.commit_forwards;
         sums.blocks += stats.blocks.len();
+        sums.loops += usize::from(stats.repeated_tokens > 0);
         numbers.tokens_max = numbers.tokens_max.max(stats.prompt_tokens + stats.completion_tokens);
     }
 
@@ -258,6 +261,8 @@ fn http_part(page: &mut Page, numbers: &mut Numbers) {
     let help = "Positions that refinement forwards evaluated.";
     page.single("minnow_evaluated_tokens_total", "counter", help, BLOCK * forwards);
     page.single("minnow_blocks_total", "counter", "Blocks generated.", sums.blocks);
+    let help = "Requests with an output that ended in the same few tokens over and over.";
+    page.single("minnow_repetition_loops_total", "counter", help, sums.loops);
     let help = "Requests refused because keys and values have no room.";
     page.single("minnow_kv_pressure_rejections_total", "counter", help, numbers.capacity_rejections);
     page.name("minnow_cancelled_total", "counter", "Jobs whose client went away.");

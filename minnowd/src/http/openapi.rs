@@ -314,6 +314,7 @@ fn schemas() -> Value {
         "determined_tokens",
         "token_edits",
         "forced_blocks",
+        "repeated_tokens",
         "deletes",
         "splits",
     ] {
