@@ -36,7 +36,10 @@ pub struct Cpu {
 struct Part<'a> {
     segment: &'a Segment<'a>,
     rows: Range<usize>,
-    /// Cosines and sines of its positions, `[rows, rotary_dim / 2]` each.
+}
+
+/// Cosines and sines of the positions of all rows of a forward, `[rows, rotary_dim / 2]` each.
+struct Angles {
     cos: Vec<f32>,
     sin: Vec<f32>,
 }
@@ -176,8 +179,9 @@ impl Pass<'_> {
             *end += segment.tokens.len();
             Some(*end - segment.tokens.len())
         });
-        let parts: Vec<Part<'_>> =
-            batch.segments.iter().zip(starts).map(|(segment, start)| self.part(segment, start)).collect();
+        let part = |(segment, start)| Part { segment, rows: start..start + segment.tokens.len() };
+        let parts: Vec<Part<'_>> = batch.segments.iter().zip(starts).map(part).collect();
+        let angles = self.angles(&parts);
         let mut x = self.embed(weights, &parts);
         self.record(probe, &parts, None, Point::Embeddings, &x);
 
@@ -194,7 +198,7 @@ impl Pass<'_> {
                 cpu::add_and_norm(self.isa, &mut h, &mut x, &y, &layer.input_norm, config.rms_norm_eps);
                 self.record(probe, &parts, Some(index - 1), Point::Hidden, &x);
             }
-            self.keys_and_values(&mut qkv, &h, layer, index, &parts, pages, probe);
+            self.keys_and_values(&mut qkv, &h, layer, index, &parts, &angles, pages, probe);
             if only_pages && index + 1 == weights.layers.len() {
                 // Nobody reads what comes after the last keys and values.
                 y.fill(0.0);
@@ -237,11 +241,19 @@ impl Pass<'_> {
         best.into_iter().map(candidates).collect()
     }
 
-    fn part<'s>(&self, segment: &'s Segment<'s>, first_row: usize) -> Part<'s> {
-        let mut cos = vec![0.0; segment.tokens.len() * self.frequencies.len()];
-        let mut sin = cos.clone();
-        oracle::rope_tables(&mut cos, &mut sin, self.frequencies, segment.first_position());
-        Part { segment, rows: first_row..first_row + segment.tokens.len(), cos, sin }
+    /// Angles by which the heads of each row are rotated.
+    fn angles(&self, parts: &[Part<'_>]) -> Angles {
+        let width = self.frequencies.len();
+        let first_of_blocks = |part: &Part<'_>| {
+            let first = part.segment.first_position();
+            (first..first + part.rows.len()).step_by(BLOCK)
+        };
+        let firsts: Vec<usize> = parts.iter().flat_map(first_of_blocks).collect();
+        let block = BLOCK * width;
+        let (mut cos, mut sin) = (vec![0.0; firsts.len() * block], vec![0.0; firsts.len() * block]);
+        let tables = cos.par_chunks_exact_mut(block).zip(sin.par_chunks_exact_mut(block));
+        tables.zip(firsts).for_each(|((cos, sin), first)| oracle::rope_tables(cos, sin, self.frequencies, first));
+        Angles { cos, sin }
     }
 
     /// Embedding rows of all tokens, `[rows, hidden]`.
@@ -265,6 +277,7 @@ impl Pass<'_> {
         layer: &Layer,
         index: usize,
         parts: &[Part<'_>],
+        angles: &Angles,
         pages: &mut [Option<KvBlock>],
         probe: &mut Recorder<'_>,
     ) {
@@ -273,24 +286,25 @@ impl Pass<'_> {
         cpu::linear(self.isa, qkv, h, &layer.qkv.view());
         let norm =
             layer.head_norms.as_ref().map(|HeadNorms { query, key }| HeadNorm { query, key, eps: config.rms_norm_eps });
-        for part in parts {
-            let rows = &mut qkv[part.rows.start * stride..part.rows.end * stride];
-            cpu::prepare_heads(self.isa, rows, stride, heads, norm, &part.cos, &part.sin);
-        }
+        cpu::prepare_heads(self.isa, qkv, stride, heads, norm, &angles.cos, &angles.sin);
         let keys_at = heads.query * heads.dim;
         let values_at = keys_at + heads.kv * heads.dim;
-        let mut written: Vec<Option<KvRows<'_>>> = vec![None; pages.len()];
+        let mut written: Vec<(PageId, KvRows<'_>)> = Vec::new();
         for part in parts {
             for (block, page) in part.written_pages() {
                 let rows = &qkv[(part.rows.start + block * BLOCK) * stride..][..BLOCK * stride];
-                written[page.0 as usize] = Some(KvRows { rows, stride, keys_at, values_at });
+                written.push((page, KvRows { rows, stride, keys_at, values_at }));
             }
         }
-        pages.par_iter_mut().zip(written).for_each(|(page, rows)| {
-            if let (Some(page), Some(rows)) = (page, rows) {
-                page.write(self.isa, index, rows);
-            }
-        });
+        written.sort_unstable_by_key(|(page, _)| *page);
+        let (mut rest, mut first) = (pages, 0);
+        let mut tasks = Vec::with_capacity(written.len());
+        for (id, rows) in written {
+            let (page, others) = rest[id.0 as usize - first..].split_first_mut().expect("pages are checked");
+            (rest, first) = (others, id.0 as usize + 1);
+            tasks.push((page.as_mut().expect("pages are made before the first layer"), rows));
+        }
+        tasks.into_par_iter().for_each(|(page, rows)| page.write(self.isa, index, rows));
         if probe.is_active() {
             let columns = |from: usize| -> Vec<f32> {
                 qkv.chunks_exact(stride).flat_map(|row| &row[from..from + heads.kv * heads.dim]).copied().collect()

@@ -192,9 +192,9 @@ impl GateTask<'_> {
 
         let inner = expert.gate.rows();
         let padded = inner.next_multiple_of(STEP);
-        // What lies beyond `inner` has to be zero, for it is multiplied with zeros: NaN would stay.
-        gated.clear();
         gated.resize(view.count() * padded, [0.0; EDGE]);
+        // What lies beyond `inner` has to be zero, for it is multiplied with zeros: NaN would stay.
+        gated.chunks_exact_mut(padded).for_each(|panel| panel[inner..].fill([0.0; EDGE]));
         for first in (0..inner).step_by(BLOCK_FEATURES) {
             let tiles = tiles_of(&expert.gate, first);
             gate.resize(view.count() * tiles, Tile::ZERO);
