@@ -1,5 +1,6 @@
-//! Many clients at once against the real program, well-behaved and otherwise: at the end nothing is held, memory has not
-//! grown, and every answer that was completed is the one its request gets alone.
+//! Many clients at once against the real program, well-behaved and otherwise, in all dialects, with tools and schemas,
+//! with SIGHUP now and then: at the end nothing is held, memory has not grown, and every answer that was completed is the
+//! one its request gets alone.
 //!
 //! Twenty seconds by default, or longer on a machine that is slow to warm up; `MINNOW_SOAK_SECONDS` says how long.
 
@@ -15,14 +16,18 @@ const CHAT: &str = "/v1/chat/completions";
 const CLIENTS: usize = 64;
 /// Requests that clients send, and what each gets alone.
 const QUESTIONS: u64 = 24;
-/// Requests after which every thread, buffer and arena of the allocator has been used under load. A count and not a
-/// time, since a busy machine warms up slowly.
-const WARM_UP: usize = 1000;
+/// Requests for the model after which every thread, buffer and arena of the allocator has been used under load. A count
+/// and not a time, since a busy machine warms up slowly; refusals, which such a machine has many of, use none of that.
+const WARM_UP: usize = 500;
 /// Growth of resident memory, pages of the cache left out, after the warm-up or the first third, whichever is later:
 /// what the allocator may keep.
 const GROWTH_MAX: f64 = 0.10;
 
-/// Question `index`: greedy or sampled, short or long, some with a long beginning in common, some with tools.
+/// How often the server is told to read its keys and certificates again, at least.
+const HANG_UP: Duration = Duration::from_secs(60);
+
+/// Question `index`: greedy or sampled, short or long, some with a long beginning in common, some with tools, some held
+/// to a schema.
 fn question(index: u64) -> Value {
     let texts =
         ["Tell me a story about a brave fox named Anna.", "What is the capital of France?", "Compute 55 + 525."];
@@ -36,8 +41,50 @@ fn question(index: u64) -> Value {
     if index.is_multiple_of(5) {
         let city = json!({"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]});
         body["tools"] = json!([{"type": "function", "function": {"name": "get_weather", "parameters": city}}]);
+    } else if index.is_multiple_of(7) {
+        let schema = json!({"type": "object", "properties": {"animal": {"enum": ["fox", "owl"]}, "age": {"type": "integer"}},
+            "required": ["animal", "age"], "additionalProperties": false});
+        body["response_format"] = json!({"type": "json_schema", "json_schema": {"name": "animal", "schema": schema}});
     }
     body
+}
+
+/// Whether a question can be asked in the same words in every dialect: greedy, without tools and schemas.
+fn is_plain(body: &Value) -> bool {
+    body["temperature"] == 0.0 && body.get("tools").is_none() && body.get("response_format").is_none()
+}
+
+/// The question for `/v1/responses`.
+fn as_responses(body: &Value) -> Value {
+    json!({"input": body["messages"], "max_output_tokens": body["max_tokens"], "temperature": 0})
+}
+
+/// The question for `/v1/messages`.
+fn as_messages(body: &Value) -> Value {
+    let (system, messages): (Vec<_>, Vec<_>) =
+        body["messages"].as_array().into_iter().flatten().partition(|message| message["role"] == "system");
+    let mut asked = json!({"model": "any", "messages": messages, "max_tokens": body["max_tokens"], "temperature": 0});
+    if let Some(system) = system.first() {
+        asked["system"] = system["content"].clone();
+    }
+    asked
+}
+
+/// The text of an answer in another dialect; `None` if it is a stream whose end is missing.
+fn text_in_dialect(reply: &Reply, is_stream: bool) -> Option<String> {
+    let join = |texts: &mut dyn Iterator<Item = &Value>| texts.filter_map(Value::as_str).collect();
+    if !is_stream {
+        let answer = reply.json();
+        let parts = answer.pointer("/output/0/content").or(answer.get("content"))?.as_array()?;
+        return Some(join(&mut parts.iter().map(|part| &part["text"])));
+    }
+    let data =
+        reply.text().split("\n\n").filter_map(|event| event.lines().find_map(|line| line.strip_prefix("data: ")));
+    let events: Vec<Value> = data.map(|event| serde_json::from_str(event).expect("JSON")).collect();
+    let ends = ["response.completed", "response.incomplete", "message_stop"];
+    ends.contains(&events.last()?["type"].as_str()?).then_some(())?;
+    let deltas = events.iter().filter_map(|event| event.get("delta"));
+    Some(join(&mut deltas.filter_map(|delta| if delta.is_string() { Some(delta) } else { delta.get("text") })))
 }
 
 /// What an answer says: content, names and arguments of calls, and why it ended.
@@ -95,9 +142,10 @@ impl Seen {
         [&self.completed, &self.refused, &self.aborted, &self.bad].map(|count| count.load(Ordering::Relaxed))
     }
 
-    /// Requests that have ended, in whatever way.
-    fn requests(&self) -> usize {
-        self.counts().iter().sum()
+    /// Requests for the model that have ended, in whatever way.
+    fn worked(&self) -> usize {
+        let [completed, _, aborted, _] = self.counts();
+        completed + aborted
     }
 }
 
@@ -124,11 +172,18 @@ fn client(server: &Server, number: u64, alone: &[Said], seen: &Seen, stop: &Atom
             }
             status => panic!("status {status}: {}", reply.text()),
         };
-        match roll(1, 8) {
-            0 | 1 => {
-                let reply = server.post(CHAT, &body);
-                let found = (reply.status == 200).then(|| said(&reply.json()));
-                check(&reply, found);
+        match roll(1, 10) {
+            kind @ (8 | 9) if is_plain(&body) => {
+                let (path, mut body) = if kind == 8 {
+                    ("/v1/responses", as_responses(&body))
+                } else {
+                    ("/v1/messages", as_messages(&body))
+                };
+                let is_stream = roll(8, 2) == 0;
+                body["stream"] = json!(is_stream);
+                let reply = server.post(path, &body);
+                let text = (reply.status == 200).then(|| text_in_dialect(&reply, is_stream)).flatten();
+                check(&reply, text.map(|text| (text, expected.1.clone(), expected.2.clone())));
             }
             2 | 3 => {
                 body["stream"] = json!(true);
@@ -161,7 +216,7 @@ fn client(server: &Server, number: u64, alone: &[Said], seen: &Seen, stop: &Atom
                 }
                 count(&seen.aborted);
             }
-            _ => {
+            7 => {
                 let bad = [
                     json!({"messages": "not a list"}),
                     json!({"messages": [], "max_tokens": -7}),
@@ -172,6 +227,11 @@ fn client(server: &Server, number: u64, alone: &[Said], seen: &Seen, stop: &Atom
                 assert_eq!(reply.status, 400, "{}", reply.text());
                 assert!(reply.json()["error"]["message"].is_string());
                 count(&seen.bad);
+            }
+            _ => {
+                let reply = server.post(CHAT, &body);
+                let found = (reply.status == 200).then(|| said(&reply.json()));
+                check(&reply, found);
             }
         }
     }
@@ -205,25 +265,29 @@ fn clients_of_all_kinds_leave_the_server_as_they_found_it() {
         .collect();
     let (seen, stop) = (Seen::default(), AtomicBool::new(false));
     let started = Instant::now();
-    let mut resident = Vec::new();
+    let (mut resident, mut hung_up) = (Vec::new(), started);
     std::thread::scope(|scope| {
         for number in 0..CLIENTS as u64 {
             let (server, alone, seen, stop) = (&server, &alone, &seen, &stop);
             scope.spawn(move || client(server, number, alone, seen, stop));
         }
-        while started.elapsed() < soak_time() || seen.requests() < 2 * WARM_UP {
+        while started.elapsed() < soak_time() || seen.worked() < 2 * WARM_UP {
             std::thread::sleep((soak_time() / 40).min(Duration::from_secs(5)));
+            if hung_up.elapsed() >= HANG_UP.min(soak_time() / 4) {
+                server.hang_up();
+                hung_up = Instant::now();
+            }
             // Pages of the cache become resident when they are first used, up to its budget; that is no growth.
             let pages = metric(&server, "minnow_kv_bytes{state=\"used\"}");
             let beside = metric(&server, "process_resident_memory_bytes") - pages;
-            resident.push((seen.requests(), beside));
+            resident.push((seen.worked(), beside));
         }
         stop.store(true, Ordering::Relaxed);
     });
     server.wait_idle(Duration::from_secs(60));
     let counts = seen.counts();
-    let settled = WARM_UP.max(seen.requests() / 3);
-    let (_, early) = *resident.iter().find(|(requests, _)| *requests >= settled).expect("samples after the warm-up");
+    let settled = WARM_UP.max(seen.worked() / 3);
+    let (_, early) = *resident.iter().find(|(worked, _)| *worked >= settled).expect("samples after the warm-up");
     let (_, late) = *resident.last().expect("samples");
     eprintln!(
         "{:?}: {} completed, {} refused, {} aborted, {} bad; resident beside pages {:.1} MiB once warm, {:.1} MiB at the end",

@@ -127,8 +127,20 @@ impl Server {
     /// # Panics
     /// If the process is gone.
     pub fn terminate(&self) {
+        self.signal(rustix::process::Signal::TERM);
+    }
+
+    /// Sends SIGHUP, upon which keys and certificates are read again.
+    ///
+    /// # Panics
+    /// If the process is gone.
+    pub fn hang_up(&self) {
+        self.signal(rustix::process::Signal::HUP);
+    }
+
+    fn signal(&self, signal: rustix::process::Signal) {
         let id = rustix::process::Pid::from_child(&self.child);
-        rustix::process::kill_process(id, rustix::process::Signal::TERM).expect("a running process");
+        rustix::process::kill_process(id, signal).expect("a running process");
     }
 
     /// `GET path`
