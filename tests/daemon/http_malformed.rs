@@ -7,6 +7,8 @@ use minnow_tests::program::Server;
 use serde_json::{Value, json};
 
 use super::http::{Answers, CHAT, asking, content, story};
+use super::http_messages::MESSAGES;
+use super::http_responses::RESPONSES;
 
 /// Refusals to collect; `MINNOW_LONG` collects 2,000.
 fn refusals() -> usize {
@@ -45,6 +47,31 @@ fn good() -> Vec<(&'static str, Value)> {
         (
             "/apply-template",
             json!({"messages": chat["messages"], "tools": chat["tools"], "add_generation_prompt": true}),
+        ),
+        (
+            RESPONSES,
+            json!({
+                "input": [
+                    {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+                    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "c", "output": "1"},
+                ],
+                "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": true}],
+                "text": {"format": {"type": "json_object"}}, "max_output_tokens": 1, "instructions": "Be brief.",
+                "tool_choice": "auto", "include": [], "metadata": {"a": "b"}, "truncation": "disabled",
+            }),
+        ),
+        (
+            MESSAGES,
+            json!({
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]},
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "1"}]},
+                ],
+                "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"},
+                "system": "Be brief.", "max_tokens": 1, "stop_sequences": ["x"], "temperature": 0.5, "top_k": 4,
+            }),
         ),
         ("/tokenize", json!({"content": "a b", "with_pieces": true, "parse_special": false})),
         ("/detokenize", json!({"tokens": [5, 6, 7]})),
@@ -195,10 +222,15 @@ fn malformed_requests_get_a_proper_refusal_each_and_the_server_goes_on() {
         refused += 1;
         assert!((400..500).contains(&reply.status), "{} for {}", reply.status, shown());
         assert_eq!(reply.header("content-type"), Some("application/json"), "{}", shown());
-        let error = &reply.json()["error"];
+        let answer = reply.json();
+        let error = &answer["error"];
         let message = error["message"].as_str().unwrap_or_default();
         let is_plain = !message.is_empty() && !message.contains(".rs:") && !message.contains("panicked");
         assert!(is_plain && message.len() < 1000, "{}: {error}", shown());
+        if *path == MESSAGES {
+            assert!(answer["type"] == "error" && error["type"].is_string() && answer["request_id"].is_string());
+            continue;
+        }
         assert!(error["type"].is_string() && error["code"].is_string() && error.get("param").is_some(), "{error}");
         *codes.entry(error["code"].as_str().unwrap_or_default().to_owned()).or_default() += 1;
     }

@@ -9,6 +9,8 @@ use minnow_tests::program::{Reply, Server};
 use serde_json::{Value, json};
 
 use super::http::{Answers, CHAT, asking, assert_error, content, head, joined, scrape, server, story};
+use super::http_messages::{COUNT_TOKENS, MESSAGES};
+use super::http_responses::RESPONSES;
 
 fn raw(server: &Server, method: &str, target: &str, headers: &[&str]) -> Reply {
     let headers: String = headers.iter().map(|header| format!("{header}\r\n")).collect();
@@ -346,6 +348,12 @@ fn real_answers_have_the_form_that_openapi_json_promises() {
         (CHAT, CHAT, json!({})),
         ("/v1/chat/completions/input_tokens", "/v1/chat/completions/input_tokens", chat.clone()),
         ("/v1/completions", "/v1/completions", json!({"prompt": "Good", "max_tokens": 4})),
+        (RESPONSES, RESPONSES, json!({"input": "Goodbye!", "max_output_tokens": 4})),
+        (RESPONSES, RESPONSES, json!({"input": 5})),
+        ("/v1/responses/input_tokens", "/v1/responses/input_tokens", json!({"input": "Goodbye!"})),
+        (MESSAGES, MESSAGES, chat.clone()),
+        (MESSAGES, MESSAGES, json!({})),
+        (COUNT_TOKENS, COUNT_TOKENS, chat.clone()),
         ("/tokenize", "/tokenize", json!({"content": "a b", "with_pieces": true})),
         ("/detokenize", "/detokenize", json!({"tokens": [5, 6]})),
         ("/apply-template", "/apply-template", chat),

@@ -363,7 +363,7 @@ fn stop_strings_end_content_but_not_arguments() {
         assert_eq!(answer.content, "a stop b ");
         assert_eq!(answer.calls[0].arguments, "{\"s\": \"stop\"}");
         assert!(output.is_stopped());
-        assert_eq!(output.end(), Some(End::StopString));
+        assert_eq!((output.end(), output.stop_string()), (Some(End::StopString), Some("stop")));
     }
     let limited = ToolParsing { calls_max: Some(1), ..tools.clone() };
     let ids = tokenizer.encode(&format!("a{section}{section}b")).unwrap();

@@ -297,6 +297,25 @@ impl Reply {
             .unwrap_or_else(|error| panic!("{error}: {}", String::from_utf8_lossy(&self.body)))
     }
 
+    /// The events of a stream in which each has a name, which is its data's `type` too; without comments.
+    ///
+    /// # Panics
+    /// If the stream has another form.
+    #[must_use]
+    pub fn named_events(&self) -> Vec<serde_json::Value> {
+        let text = self.text();
+        assert!(text.ends_with("\n\n"), "the stream does not end with a blank line");
+        let events = text.split("\n\n").filter(|event| !event.is_empty() && !event.starts_with(':'));
+        let named = events.map(|event| {
+            let (name, data) = event.split_once('\n').expect("two lines");
+            let data = data.strip_prefix("data: ").expect("a data line");
+            let data: serde_json::Value = serde_json::from_str(data).expect("JSON");
+            assert_eq!(name.strip_prefix("event: "), data["type"].as_str(), "{event}");
+            data
+        });
+        named.collect()
+    }
+
     /// The `data:` lines of an event stream, without comments.
     ///
     /// # Panics

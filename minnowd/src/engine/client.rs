@@ -113,7 +113,7 @@ impl Client {
             Progress::Finished(outcome) => {
                 let finish = self.finish(outcome);
                 self.is_ended = true;
-                self.send(Event::Finished(finish));
+                self.send(Event::Finished(Box::new(finish)));
             }
             Progress::Failed(error) => {
                 self.is_ended = true;
@@ -129,7 +129,8 @@ impl Client {
         stats.queued = self.waited.unwrap_or_default();
         stats.text_tokens = self.text.text_tokens();
         let tool_parse_error = self.text.parse_error();
-        Finish { reason: outcome.reason, deltas, tokens: outcome.tokens, tool_parse_error, stats }
+        let stop_string = self.text.stop_string().map(Into::into);
+        Finish { reason: outcome.reason, deltas, tokens: outcome.tokens, stop_string, tool_parse_error, stats }
     }
 
     /// Sends what must arrive, or keeps it until there is room.

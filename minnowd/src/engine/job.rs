@@ -84,7 +84,7 @@ pub enum Event {
         text_tokens: usize,
     },
     /// The output is complete.
-    Finished(Finish),
+    Finished(Box<Finish>),
     /// The job could not be finished.
     Failed(JobError),
 }
@@ -98,6 +98,8 @@ pub struct Finish {
     pub deltas: Vec<Delta>,
     /// Generated ids, cut at the limit and after the first stop id.
     pub tokens: Vec<u32>,
+    /// The stop string that ended it, if one did.
+    pub stop_string: Option<Box<str>>,
     /// What was malformed in a tool-call section, if anything; its raw text is in the content.
     pub tool_parse_error: Option<String>,
     /// Totals.

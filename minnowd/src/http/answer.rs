@@ -2,6 +2,7 @@
 //!
 //! Plain answers and streams share everything here, so that a joined stream equals the plain answer.
 
+use std::ops::Range;
 use std::time::Duration;
 
 use minnow_common::BLOCK;
@@ -18,6 +19,8 @@ use crate::text::{Delta, Token, Tokenizer};
 pub(crate) struct Heading {
     /// Unix seconds.
     pub created: u64,
+    /// The request's.
+    pub request_id: String,
     /// The model's name.
     pub model: String,
     /// Hash of build and weights.
@@ -217,6 +220,48 @@ impl Timings {
     }
 }
 
+/// What a stream has told about reading the prompt.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Progress {
+    total: usize,
+    /// Tokens told so far, cached ones included; `None`: nothing more to tell, since it was not wanted, or all is cached,
+    /// or all was told.
+    told: Option<usize>,
+}
+
+impl Progress {
+    /// The beginning, if it is wanted. Clients divide by what is not cached.
+    pub(crate) fn new(is_wanted: bool, cached: usize, total: usize) -> Self {
+        Self { total, told: (is_wanted && cached < total).then_some(cached) }
+    }
+
+    /// The tokens to tell of, now that this many were read.
+    pub(crate) fn at(&mut self, processed: usize) -> Option<usize> {
+        let processed = processed.min(self.total);
+        if self.told? >= processed {
+            return None;
+        }
+        self.told = (processed < self.total).then_some(processed);
+        Some(processed)
+    }
+
+    /// The prompt has been read: the last word on that, if it was not sent, because it was dropped or because the rest of
+    /// the prompt shares a block with the answer.
+    pub(crate) fn end(&mut self) -> Option<usize> {
+        self.at(self.total)
+    }
+
+    /// `prompt_progress`
+    pub(crate) fn object(&self, timings: &Timings, processed: usize) -> Value {
+        json!({
+            "total": self.total,
+            "cache": timings.cached,
+            "processed": processed,
+            "time_ms": timings.prompt_time.as_secs_f64() * 1e3,
+        })
+    }
+}
+
 /// Count per second; 0 where nothing was measured.
 fn rate(count: usize, time: Duration) -> f64 {
     let seconds = time.as_secs_f64();
@@ -248,7 +293,7 @@ pub(crate) async fn collect(mut running: Running, opened: &[Delta]) -> Result<Ve
             Event::Block { deltas, .. } => output.extend(deltas),
             Event::Finished(mut finish) => {
                 output.extend(std::mem::take(&mut finish.deltas));
-                *finished = Some(finish);
+                *finished = Some(*finish);
                 open -= 1;
             }
             Event::Failed(error) => return Err(report(error)),
@@ -266,6 +311,24 @@ pub(crate) struct Output {
     pub content: String,
     /// Calls, in their order.
     pub calls: Vec<Call>,
+    /// Text and calls in the order in which they came; text between two calls is one piece.
+    pieces: Vec<Piece>,
+}
+
+/// A part of an output, by where it lies in that.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Piece {
+    Text(Range<usize>),
+    Call(usize),
+}
+
+/// A part of an output.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Item<'a> {
+    /// Text between calls.
+    Text(&'a str),
+    /// A call.
+    Call(&'a Call),
 }
 
 /// A tool call.
@@ -282,7 +345,7 @@ pub(crate) struct Call {
 }
 
 /// What is new in an output.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) enum News {
     /// More text; never empty.
     Text(String),
@@ -316,12 +379,19 @@ impl Output {
     /// Adds a delta. Gives what is new, `None` if nothing is.
     pub(crate) fn push(&mut self, delta: Delta) -> Option<News> {
         match delta {
+            Delta::Content(text) if text.is_empty() => None,
             Delta::Content(text) => {
+                let start = self.content.len();
                 self.content.push_str(&text);
-                (!text.is_empty()).then_some(News::Text(text))
+                match self.pieces.last_mut() {
+                    Some(Piece::Text(range)) => range.end = self.content.len(),
+                    _ => self.pieces.push(Piece::Text(start..self.content.len())),
+                }
+                Some(News::Text(text))
             }
             Delta::CallBegin { index, name } => {
                 let id = ids::random("call_");
+                self.pieces.push(Piece::Call(self.calls.len()));
                 self.calls.push(Call { id, name, arguments: String::new(), is_closed: false });
                 Some(News::Call(index))
             }
@@ -342,6 +412,14 @@ impl Output {
         }
     }
 
+    /// Text and calls in the order in which they came.
+    pub(crate) fn items(&self) -> impl DoubleEndedIterator<Item = Item<'_>> + ExactSizeIterator {
+        self.pieces.iter().map(|piece| match piece {
+            Piece::Text(range) => Item::Text(&self.content[range.clone()]),
+            Piece::Call(index) => Item::Call(&self.calls[*index]),
+        })
+    }
+
     /// Why it ended. A demanded call is always made where there was room for it.
     pub(crate) fn ending(&self, reason: FinishReason) -> Ending {
         match reason {
@@ -353,8 +431,25 @@ impl Output {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    /// Of a request for some choices whose prompt has 70 tokens.
+    pub(crate) fn heading(choices: usize) -> Heading {
+        Heading {
+            created: 1,
+            request_id: "req_1".to_owned(),
+            model: "m".to_owned(),
+            fingerprint: "fp_1".to_owned(),
+            settings: json!({"seed": 1, "temperature": 0.0, "top_p": 1.0}),
+            seed: 1,
+            ignored_fields: Vec::new(),
+            unenforced: Vec::new(),
+            opened: Vec::new(),
+            prompt_tokens: 70,
+            choices,
+        }
+    }
 
     #[test]
     fn only_a_complete_call_is_why_an_answer_ended() {
@@ -368,6 +463,30 @@ mod tests {
         assert_eq!(output.ending(FinishReason::Stop), Ending::Calls);
         assert_eq!(output.ending(FinishReason::Length), Ending::Length);
         assert_eq!(output.push(Delta::Content(String::new())), None);
+    }
+
+    #[test]
+    fn an_output_is_a_row_of_texts_and_calls() {
+        let content = |text: &str| Delta::Content(text.to_owned());
+        let begin = |index| Delta::CallBegin { index, name: "f".to_owned() };
+        let output = Output::begun(&[content("a"), content("b"), begin(0), begin(1), content("c"), content("")]);
+        let items: Vec<&str> = output
+            .items()
+            .map(|item| match item {
+                Item::Text(text) => text,
+                Item::Call(call) => &call.name,
+            })
+            .collect();
+        assert_eq!((items, output.content.as_str()), (vec!["ab", "f", "f", "c"], "abc"));
+    }
+
+    #[test]
+    fn progress_never_goes_back_and_ends_with_the_total() {
+        let mut progress = Progress::new(true, 32, 70);
+        assert_eq!([32, 64, 64, 40].map(|processed| progress.at(processed)), [None, Some(64), None, None]);
+        assert_eq!([progress.end(), progress.end(), progress.at(70)], [Some(70), None, None]);
+        assert_eq!(Progress::new(true, 70, 70).end(), None);
+        assert_eq!(Progress::new(false, 0, 70).end(), None);
     }
 
     #[test]

@@ -175,6 +175,16 @@ impl ApiError {
         self.0.code
     }
 
+    /// What went wrong, for a person.
+    pub(crate) fn message(&self) -> &str {
+        &self.0.message
+    }
+
+    /// The field at fault.
+    pub(crate) fn param(&self) -> Option<&str> {
+        self.0.param.as_deref()
+    }
+
     /// The status this is answered with.
     pub(crate) fn status(&self) -> StatusCode {
         self.0.code.row().0
@@ -191,6 +201,7 @@ impl ApiError {
     }
 }
 
+/// The answer carries the refusal itself in its extensions, for dialects that write it in another form.
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         let mut response = (self.status(), Json(self.body())).into_response();
@@ -204,6 +215,7 @@ impl IntoResponse for ApiError {
         if self.0.code.closes() {
             headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
         }
+        response.extensions_mut().insert(self);
         response
     }
 }

@@ -35,6 +35,11 @@ impl Fields {
         format!("{}{name}", self.prefix)
     }
 
+    /// A member, without taking it out.
+    pub(crate) fn peek(&self, name: &str) -> Option<&Value> {
+        self.members.get(name).filter(|value| !value.is_null())
+    }
+
     /// Takes a member of any type out.
     pub(crate) fn take(&mut self, name: &str) -> Option<Value> {
         self.members.swap_remove(name).filter(|value| !value.is_null())
@@ -94,6 +99,17 @@ impl Fields {
             Value::Object(members) => Ok(members),
             other => Err(wrong_type(path, "an object", &other)),
         })
+    }
+
+    /// Moves the members with these names into an object of their own, which stands at the same place.
+    pub(crate) fn part<'a>(&mut self, names: impl Iterator<Item = &'a str>) -> Self {
+        let members = names.filter_map(|name| self.members.swap_remove_entry(name)).collect();
+        Self { prefix: self.prefix.clone(), members }
+    }
+
+    /// Takes the members of a part back.
+    pub(crate) fn join(&mut self, part: Self) {
+        self.members.extend(part.members);
     }
 
     /// Paths of the members that nobody took, nulls left out, sorted.

@@ -15,7 +15,7 @@ use tracing::{error, info};
 use super::error::{ApiError, Code};
 use super::metrics::Tally;
 use super::serve::{OutsidePrefix, Via};
-use super::{App, auth, body, cors, ids, not_found, serve};
+use super::{App, anthropic, auth, body, cors, ids, not_found, serve};
 use crate::engine;
 
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -74,6 +74,9 @@ pub(crate) async fn pass(State(app): State<App>, mut request: Request, next: Nex
         },
         Err(error) => error.into_response(),
     };
+    if route.as_deref().is_some_and(anthropic::has_route) {
+        response = anthropic::in_its_form(response, &id);
+    }
     info!(
         id = id.as_str(),
         %method,

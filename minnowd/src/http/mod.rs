@@ -1,7 +1,8 @@
 //! The HTTP side: routes, request parsing, answers and event streams. Tokio stops here.
 //!
-//! A request is read once, strictly, into plain structs ([`openai`], [`request`]), becomes jobs for the engine
-//! ([`running`]), and their events become one JSON object ([`answer`]) or an event stream ([`stream`]). `docs/api.md` lists routes,
+//! A request is read once, strictly, into plain structs ([`openai`], [`responses`], [`anthropic`], then [`request`]), becomes
+//! jobs for the engine ([`running`]), and their events become one JSON object ([`answer`]) or an event stream ([`stream`]), as
+//! the dialect tells it. `docs/api.md` lists routes,
 //! fields and errors.
 //!
 //! Always holds: every answer has an `x-request-id`; every refusal is a JSON error object; a client that goes away
@@ -11,6 +12,7 @@
 //! `/` is a page for people ([`ui`]): our own, or a folder's.
 
 mod answer;
+mod anthropic;
 mod auth;
 mod body;
 mod connection;
@@ -25,6 +27,8 @@ mod models;
 mod openai;
 mod openapi;
 mod request;
+mod responses;
+mod row;
 mod running;
 mod serve;
 mod sessions;
@@ -163,6 +167,13 @@ fn router(app: App) -> Router {
         .route("/v1/chat/completions/control", post(llama::control))
         .route("/v1/completions", post(openai::completions::complete))
         .route("/completions", post(openai::completions::complete))
+        .route("/v1/responses", post(responses::create))
+        .route("/responses", post(responses::create))
+        .route("/v1/responses/input_tokens", post(responses::count))
+        .route("/responses/input_tokens", post(responses::count))
+        .route("/v1/responses/{id}", get(responses::find).delete(responses::find))
+        .route(anthropic::MESSAGES, post(anthropic::create))
+        .route(anthropic::COUNT_TOKENS, post(anthropic::count))
         .route("/tokenize", post(llama::tokenize))
         .route("/detokenize", post(llama::detokenize))
         .route("/apply-template", post(llama::apply_template))

@@ -8,8 +8,8 @@ use axum::Json;
 use axum::extract::State;
 use serde_json::{Map, Value, json};
 
-use super::App;
-use super::openai::table::{FIELDS, On};
+use super::openai::table::On;
+use super::{App, anthropic};
 
 /// `GET /openapi.json`
 pub(crate) async fn show(State(app): State<App>) -> Json<Value> {
@@ -46,6 +46,19 @@ fn document(metrics: bool, slots: bool, prefix: &str) -> Value {
     for path in ["/v1/completions", "/completions"] {
         add(path, generating("Continue a text", "TextRequest", "TextCompletion", &example));
     }
+    let example = json!({ "input": "Hello", "max_output_tokens": 8 });
+    for path in ["/v1/responses", "/responses"] {
+        add(path, generating("Answer a conversation", "ResponsesRequest", "Response", &example));
+    }
+    for path in ["/v1/responses/input_tokens", "/responses/input_tokens"] {
+        add(path, post("Count the tokens of a prompt", reference("ResponsesRequest"), &example, reference("Count")));
+    }
+    let example = json!({ "messages": [{ "role": "user", "content": "Hello" }], "max_tokens": 8 });
+    let message = generating("Answer a conversation", "MessagesRequest", "AnthropicMessage", &example);
+    add(anthropic::MESSAGES, refused_as("AnthropicError", message));
+    let count_answer = whole(&[("input_tokens", count())]);
+    let counted = post("Count the tokens of a prompt", reference("MessagesRequest"), &example, count_answer);
+    add(anthropic::COUNT_TOKENS, refused_as("AnthropicError", counted));
     let control = object(&[("id", text()), ("action", json!({ "const": "reasoning_end" }))], &["id", "action"]);
     let done = object(&[("success", boolean()), ("message", text())], &["success", "message"]);
     let example = json!({ "id": "chatcmpl-1", "action": "reasoning_end" });
@@ -211,17 +224,150 @@ fn generating(summary: &str, request: &str, schema: &str, example: &Value) -> Va
     item
 }
 
-/// A request's schema, from the list that its parser reads.
-fn request(kind: On, required: &str) -> Value {
-    let fields = FIELDS.iter().filter(|field| field.on.covers(kind));
-    let mut properties: Map<String, Value> = fields.map(|field| (field.name.to_owned(), field.schema())).collect();
-    properties.insert("messages".to_owned(), json!({ "type": "array", "items": reference("Message"), "minItems": 1 }));
-    if kind == On::Text {
-        properties.swap_remove("messages");
-        let ids = json!({ "type": "array", "items": count(), "minItems": 1 });
-        properties.insert("prompt".to_owned(), json!({ "anyOf": [{ "type": "string", "minLength": 1 }, ids] }));
+/// A route whose refusals have another form.
+fn refused_as(error: &str, mut item: Value) -> Value {
+    if let Some(responses) = item["post"]["responses"].as_object_mut() {
+        for (_, response) in responses.iter_mut().filter(|(status, _)| *status != "200") {
+            *response = answer("Refused", reference(error));
+        }
     }
+    item
+}
+
+/// A request's schema, from the list that its parser reads. `prompt` is what must be there, and its schema.
+fn request(kind: On, prompt: (&str, Value)) -> Value {
+    let fields = kind.fields();
+    let mut properties: Map<String, Value> = fields.map(|field| (field.name.to_owned(), field.schema())).collect();
+    let (required, schema) = prompt;
+    properties.insert(required.to_owned(), schema);
     json!({ "type": "object", "properties": properties, "required": [required] })
+}
+
+/// A list that is not empty.
+fn some(items: Value) -> Value {
+    json!({ "type": "array", "items": items, "minItems": 1 })
+}
+
+/// A message, in the form that clients use most; calls and their results are items too.
+fn responses_item() -> Value {
+    let kinds = ["input_text", "output_text"];
+    let part = object(&[("type", json!({ "enum": kinds })), ("text", text())], &["type", "text"]);
+    let content = json!({ "anyOf": [text(), list(part)] });
+    let role = json!({ "enum": ["system", "developer", "user", "assistant"] });
+    let message =
+        object(&[("type", json!({ "const": "message" })), ("role", role), ("content", content)], &["role", "content"]);
+    let call = whole(&[
+        ("type", json!({ "const": "function_call" })),
+        ("call_id", text()),
+        ("name", text()),
+        ("arguments", text()),
+    ]);
+    let result =
+        whole(&[("type", json!({ "const": "function_call_output" })), ("call_id", text()), ("output", text())]);
+    json!({ "anyOf": [message, call, result] })
+}
+
+fn response() -> Value {
+    let status = json!({ "enum": ["completed", "incomplete"] });
+    let part = whole(&[
+        ("type", json!({ "const": "output_text" })),
+        ("text", text()),
+        ("annotations", json!({ "type": "array", "maxItems": 0 })),
+        ("logprobs", json!({ "type": "array", "maxItems": 0 })),
+    ]);
+    let message = whole(&[
+        ("id", text()),
+        ("type", json!({ "const": "message" })),
+        ("role", json!({ "const": "assistant" })),
+        ("status", status.clone()),
+        ("content", list(part)),
+    ]);
+    let call = whole(&[
+        ("id", text()),
+        ("type", json!({ "const": "function_call" })),
+        ("call_id", text()),
+        ("name", text()),
+        ("arguments", text()),
+        ("status", status.clone()),
+    ]);
+    let usage = whole(&[
+        ("input_tokens", count()),
+        ("input_tokens_details", whole(&[("cached_tokens", count())])),
+        ("output_tokens", count()),
+        ("output_tokens_details", whole(&[("reasoning_tokens", count())])),
+        ("total_tokens", count()),
+    ]);
+    let details = whole(&[("reason", json!({ "const": "max_output_tokens" }))]);
+    whole(&[
+        ("id", text()),
+        ("object", json!({ "const": "response" })),
+        ("created_at", count()),
+        ("completed_at", maybe("integer")),
+        ("status", status),
+        ("error", json!({ "type": "null" })),
+        ("incomplete_details", json!({ "anyOf": [details, { "type": "null" }] })),
+        ("instructions", maybe("string")),
+        ("max_output_tokens", maybe("integer")),
+        ("model", text()),
+        ("output", list(json!({ "anyOf": [message, call] }))),
+        ("parallel_tool_calls", boolean()),
+        ("previous_response_id", json!({ "type": "null" })),
+        ("reasoning", json!({ "type": "object" })),
+        ("store", json!({ "const": false })),
+        ("temperature", amount()),
+        ("text", whole(&[("format", json!({ "type": "object" }))])),
+        ("tool_choice", json!({ "type": ["string", "object"] })),
+        ("tools", list(json!({ "type": "object" }))),
+        ("top_p", amount()),
+        ("truncation", json!({ "const": "disabled" })),
+        ("background", json!({ "const": false })),
+        ("service_tier", text()),
+        ("user", maybe("string")),
+        ("metadata", json!({ "type": "object" })),
+        ("usage", usage),
+        ("timings", reference("Timings")),
+        ("minnow", reference("Statistics")),
+    ])
+}
+
+/// A message, in the form that clients use most; calls and their results are blocks too.
+fn anthropic_turn() -> Value {
+    let block = whole(&[("type", json!({ "const": "text" })), ("text", text())]);
+    let content = json!({ "anyOf": [text(), list(block)] });
+    object(&[("role", json!({ "enum": ["user", "assistant"] })), ("content", content)], &["role", "content"])
+}
+
+fn anthropic_message() -> Value {
+    let said = whole(&[("type", json!({ "const": "text" })), ("text", text())]);
+    let call = whole(&[
+        ("type", json!({ "const": "tool_use" })),
+        ("id", text()),
+        ("name", text()),
+        ("input", json!({ "type": "object" })),
+    ]);
+    let usage = whole(&[
+        ("input_tokens", count()),
+        ("cache_read_input_tokens", count()),
+        ("cache_creation_input_tokens", count()),
+        ("output_tokens", count()),
+    ]);
+    whole(&[
+        ("id", text()),
+        ("type", json!({ "const": "message" })),
+        ("role", json!({ "const": "assistant" })),
+        ("model", text()),
+        ("content", list(json!({ "anyOf": [said, call] }))),
+        ("stop_reason", json!({ "enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"] })),
+        ("stop_sequence", maybe("string")),
+        ("usage", usage),
+        ("minnow", reference("Statistics")),
+    ])
+}
+
+fn anthropic_error() -> Value {
+    let words = json!({ "type": "string", "minLength": 1 });
+    let error = whole(&[("type", words.clone()), ("message", words)]);
+    whole(&[("type", json!({ "const": "error" })), ("error", error), ("request_id", text())])
 }
 
 fn schemas() -> Value {
@@ -444,8 +590,15 @@ fn schemas() -> Value {
     json!({
         "Error": whole(&[("error", error)]),
         "Message": object(&[("role", json!({ "enum": ["system", "developer", "user", "assistant", "tool"] })), ("content", said)], &["role", "content"]),
-        "ChatRequest": request(On::Chat, "messages"),
-        "TextRequest": request(On::Text, "prompt"),
+        "ChatRequest": request(On::Chat, ("messages", some(reference("Message")))),
+        "TextRequest": request(On::Text, ("prompt", json!({ "anyOf": [{ "type": "string", "minLength": 1 }, some(count())] }))),
+        "ResponsesRequest": request(On::Responses, ("input", json!({ "anyOf": [text(), some(reference("ResponsesItem"))] }))),
+        "ResponsesItem": responses_item(),
+        "Response": response(),
+        "MessagesRequest": request(On::Messages, ("messages", some(reference("AnthropicTurn")))),
+        "AnthropicTurn": anthropic_turn(),
+        "AnthropicMessage": anthropic_message(),
+        "AnthropicError": anthropic_error(),
         "ChatCompletion": completion("chat.completion", chat_choice),
         "TextCompletion": completion("text_completion", text_choice),
         "Usage": usage,

@@ -115,6 +115,7 @@ impl Draft {
         ignored.truncate(IGNORED_MAX);
         let heading = Heading {
             created: unix_seconds(),
+            request_id: request_id.clone(),
             model: session.model_id.clone(),
             fingerprint: session.fingerprint.clone(),
             settings: described.clone(),

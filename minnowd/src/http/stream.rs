@@ -52,6 +52,11 @@ impl Frames {
         self.0.extend_from_slice(format!("data: {data}\n\n").as_bytes());
     }
 
+    /// One event with a name, which is its data's `type` too.
+    pub(crate) fn named(&mut self, name: &str, data: &Value) {
+        self.0.extend_from_slice(format!("event: {name}\ndata: {data}\n\n").as_bytes());
+    }
+
     /// What streams of the completions API end with.
     pub(crate) fn done(&mut self) {
         self.0.extend_from_slice(b"data: [DONE]\n\n");

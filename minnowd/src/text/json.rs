@@ -17,6 +17,11 @@ pub(super) struct Style {
     pub(super) separators: Option<(String, String)>,
 }
 
+/// `value` in the style that models know.
+pub(crate) fn as_trained(value: &Value) -> String {
+    dumps(value, &Style::default())
+}
+
 /// `json.dumps(value, ...)`. Key order is kept, separators are `", "` and `": "`, nothing is escaped that JSON does not
 /// require. The nesting of `value` is bounded by its parser.
 pub(super) fn dumps(value: &Value, style: &Style) -> String {

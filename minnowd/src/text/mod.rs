@@ -10,6 +10,7 @@ mod special;
 mod template;
 mod tokenizer;
 
+pub(crate) use json::as_trained;
 pub use output::{Delta, End, OutputText, ToolParsing};
 pub use special::{SpecialTokens, SpecialTokensError};
 pub use template::{ChatInput, Dialect, Rendered, Template, TemplateError};

@@ -1,4 +1,4 @@
-//! `response_format`: the form that the whole text of an answer must have.
+//! `response_format` and `text.format`: the form that the whole text of an answer must have.
 //!
 //! The model is told in a system message, and held to it while it writes ([`form`](super::form)). A schema is refused here
 //! if a keyword of it cannot be enforced; what else is wrong with it shows when its grammar is made.
@@ -14,7 +14,10 @@ use crate::http::fields::{Fields, wrong_value};
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Format {
     /// A JSON object.
-    Object,
+    Object {
+        /// The field that says so.
+        path: String,
+    },
     /// JSON that fits a schema.
     Schema {
         /// The schema as it was sent.
@@ -32,7 +35,7 @@ impl Format {
         match kind.as_str() {
             Some("text") => Ok(None),
             Some("json_object") => match format.map("schema")? {
-                None => Ok(Some(Self::Object)),
+                None => Ok(Some(Self::Object { path: "response_format".to_owned() })),
                 Some(schema) => Self::schema(schema, format.path("schema")).map(Some),
             },
             Some("json_schema") => {
@@ -40,6 +43,17 @@ impl Format {
                 let inner = Fields::nested(path, format.required("json_schema")?)?;
                 Self::named(inner).map(Some)
             }
+            _ => Err(wrong_value(&format.path("type"), &kind, "must be text, json_object or json_schema")),
+        }
+    }
+
+    /// Reads `text.format`, where a schema stands beside its name; `None` is plain text.
+    pub(crate) fn read_flat(mut format: Fields) -> Result<Option<Self>, ApiError> {
+        let kind = format.required("type")?;
+        match kind.as_str() {
+            Some("text") => Ok(None),
+            Some("json_object") => Ok(Some(Self::Object { path: format.path("type") })),
+            Some("json_schema") => Self::named(format).map(Some),
             _ => Err(wrong_value(&format.path("type"), &kind, "must be text, json_object or json_schema")),
         }
     }
@@ -63,7 +77,7 @@ impl Format {
     /// The schema that the text fits.
     pub(super) fn as_schema(&self) -> Value {
         match self {
-            Self::Object => json!({ "type": "object" }),
+            Self::Object { .. } => json!({ "type": "object" }),
             Self::Schema { schema, .. } => schema.clone(),
         }
     }
@@ -71,15 +85,14 @@ impl Format {
     /// The field that says so.
     pub(super) fn path(&self) -> &str {
         match self {
-            Self::Object => "response_format",
-            Self::Schema { path, .. } => path,
+            Self::Object { path } | Self::Schema { path, .. } => path,
         }
     }
 
     /// The system message that tells the model.
     pub(crate) fn instruction(&self) -> Value {
         let content = match self {
-            Self::Object => "Answer with one JSON object and nothing else.".to_owned(),
+            Self::Object { .. } => "Answer with one JSON object and nothing else.".to_owned(),
             Self::Schema { schema, .. } => {
                 format!("Answer with JSON that fits this JSON schema, and nothing else: {schema}")
             }
@@ -111,6 +124,24 @@ mod tests {
             "response_format.schema"
         );
         assert!(read(json!({"type": "text"})).unwrap().is_none() && read(Value::Null).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_flat_format_is_the_same_at_another_place() {
+        let read = |format: Value| Format::read_flat(Fields::nested("text.format".to_owned(), format).unwrap());
+        let schema = json!({"type": "object"});
+        let format = read(json!({"type": "json_schema", "name": "x", "schema": schema})).unwrap().unwrap();
+        assert_eq!((format.as_schema(), format.path()), (schema, "text.format.schema"));
+        assert!(read(json!({"type": "text"})).unwrap().is_none());
+        assert_eq!(read(json!({"type": "json_object"})).unwrap().unwrap().as_schema(), json!({"type": "object"}));
+        for (format, param) in [
+            (json!({"type": "json_schema", "name": "x"}), "text.format.schema"),
+            (json!({"type": "json_schema", "schema": {}}), "text.format.name"),
+            (json!({"type": "json_schema", "name": "x", "schema": {"not": {}}}), "text.format.schema.not"),
+            (json!({"type": "xml"}), "text.format.type"),
+        ] {
+            assert_eq!(read(format).unwrap_err().body()["error"]["param"], param);
+        }
     }
 
     #[test]

@@ -14,8 +14,11 @@ use crate::http::fields::{Fields, as_list, as_text, wrong_type, wrong_value};
 /// Messages of a request, and parts or calls of a message.
 const MESSAGES_MAX: usize = 8192;
 const PARTS_MAX: usize = 1024;
+/// Members of a part that come back with an answer.
+pub(crate) const INERT: [&str; 2] = ["annotations", "logprobs"];
 
-/// A checked conversation.
+/// A checked conversation. Dialects put theirs together with [`say`](Self::say), [`call`](Self::call) and
+/// [`answer_call`](Self::answer_call).
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Conversation {
     /// One object for each message, as templates read it; never empty.
@@ -24,23 +27,63 @@ pub(crate) struct Conversation {
     pub calls: usize,
     /// Members that had no effect.
     pub ignored: Vec<String>,
+    /// Ids of calls without a result, and how many calls have that id.
+    open_calls: HashMap<String, usize>,
 }
 
 impl Conversation {
     /// Takes `messages` out.
     pub(crate) fn read(fields: &mut Fields) -> Result<Self, ApiError> {
-        let messages = as_list("messages", fields.required("messages")?)?;
-        if messages.is_empty() || messages.len() > MESSAGES_MAX {
-            let message = format!("messages has {} entries, it must have 1 to {MESSAGES_MAX}", messages.len());
-            return Err(ApiError::new(Code::InvalidValue, message).at("messages"));
-        }
         let mut conversation = Self::default();
-        let mut open_calls = HashMap::new();
-        for (index, message) in messages.into_iter().enumerate() {
-            let fields = Fields::nested(format!("messages[{index}]"), message)?;
-            conversation.add(fields, &mut open_calls)?;
+        for message in entries("messages", fields.required("messages")?)? {
+            conversation.add(message?)?;
         }
         Ok(conversation)
+    }
+
+    /// Adds a message without calls.
+    pub(crate) fn say(&mut self, role: &str, content: String) {
+        self.messages.push(json!({ "role": role, "content": content }));
+    }
+
+    /// Adds a call to the assistant's message that the conversation ends with, or to a new one.
+    pub(crate) fn call(&mut self, id: String, name: &str, arguments: String) {
+        if self.messages.last().is_none_or(|message| message["role"] != "assistant") {
+            self.say("assistant", String::new());
+        }
+        let call = json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}});
+        if let Some(Value::Object(message)) = self.messages.last_mut() {
+            match message.get_mut("tool_calls") {
+                Some(Value::Array(calls)) => calls.push(call),
+                _ => drop(message.insert("tool_calls".to_owned(), json!([call]))),
+            }
+        }
+        self.expect_result(id);
+    }
+
+    /// Adds the result of a call that has none yet; its id stands at `path`.
+    pub(crate) fn answer_call(&mut self, path: &str, id: &str, content: String) -> Result<(), ApiError> {
+        self.close_call(path, id)?;
+        self.messages.push(json!({ "role": "tool", "content": content, "tool_call_id": id }));
+        Ok(())
+    }
+
+    fn expect_result(&mut self, id: String) {
+        *self.open_calls.entry(id).or_insert(0) += 1;
+        self.calls += 1;
+    }
+
+    fn close_call(&mut self, path: &str, id: &str) -> Result<(), ApiError> {
+        match self.open_calls.get_mut(id) {
+            Some(open) if *open > 0 => {
+                *open -= 1;
+                Ok(())
+            }
+            _ => {
+                let message = format!("{path} names no earlier call that is without a result");
+                Err(ApiError::new(Code::InvalidToolHistory, message).at(path))
+            }
+        }
     }
 
     /// Adds a system message after those that the conversation begins with.
@@ -49,8 +92,7 @@ impl Conversation {
         self.messages.insert(first.unwrap_or(self.messages.len()), message);
     }
 
-    /// `open_calls`: ids of calls without a result, and how many calls have that id.
-    fn add(&mut self, mut fields: Fields, open_calls: &mut HashMap<String, usize>) -> Result<(), ApiError> {
+    fn add(&mut self, mut fields: Fields) -> Result<(), ApiError> {
         let role = as_text(&fields.path("role"), fields.required("role")?)?;
         let role = match role.as_str() {
             "developer" => "system",
@@ -61,7 +103,7 @@ impl Conversation {
             }
         };
         let calls = if role == "assistant" { self.read_calls(&mut fields)? } else { Vec::new() };
-        let content = read_content(&mut fields, &mut self.ignored)?;
+        let content = read_text(&mut fields, "content", &INERT, &mut self.ignored)?;
         let mut message = Map::new();
         message.insert("role".to_owned(), json!(role));
         match content {
@@ -86,20 +128,13 @@ impl Conversation {
         if role == "tool" {
             let path = fields.path("tool_call_id");
             let id = as_text(&path, fields.required("tool_call_id")?)?;
-            match open_calls.get_mut(&id) {
-                Some(open) if *open > 0 => *open -= 1,
-                _ => {
-                    let message = format!("{path} names no earlier call that is without a result");
-                    return Err(ApiError::new(Code::InvalidToolHistory, message).at(path));
-                }
-            }
+            self.close_call(&path, &id)?;
             message.insert("tool_call_id".to_owned(), json!(id));
         }
         if !calls.is_empty() {
             for id in calls.iter().filter_map(|call| call["id"].as_str()) {
-                *open_calls.entry(id.to_owned()).or_insert(0) += 1;
+                self.expect_result(id.to_owned());
             }
-            self.calls += calls.len();
             message.insert("tool_calls".to_owned(), json!(calls));
         }
         for name in ["name", "refusal", "annotations", "reasoning_content", "timestamp", "tool_calls", "audio"] {
@@ -133,10 +168,26 @@ impl Conversation {
     }
 }
 
-/// The text of a message: a string, or parts joined without a separator.
-fn read_content(fields: &mut Fields, ignored: &mut Vec<String>) -> Result<Option<String>, ApiError> {
-    let path = fields.path("content");
-    let parts = match fields.take("content") {
+/// The entries of a list that a conversation is written in, each an object.
+pub(crate) fn entries(path: &str, value: Value) -> Result<impl Iterator<Item = Result<Fields, ApiError>>, ApiError> {
+    let list = as_list(path, value)?;
+    if list.is_empty() || list.len() > MESSAGES_MAX {
+        let message = format!("{path} has {} entries, it must have 1 to {MESSAGES_MAX}", list.len());
+        return Err(ApiError::new(Code::InvalidValue, message).at(path));
+    }
+    let path = path.to_owned();
+    Ok(list.into_iter().enumerate().map(move |(index, entry)| Fields::nested(format!("{path}[{index}]"), entry)))
+}
+
+/// The text of a member: a string, or parts joined without a separator. Of parts, `inert` members have no effect.
+pub(crate) fn read_text(
+    fields: &mut Fields,
+    name: &str,
+    inert: &[&str],
+    ignored: &mut Vec<String>,
+) -> Result<Option<String>, ApiError> {
+    let path = fields.path(name);
+    let parts = match fields.take(name) {
         None => return Ok(None),
         Some(Value::String(text)) => return Ok(Some(text)),
         Some(Value::Array(parts)) => parts,
@@ -148,12 +199,10 @@ fn read_content(fields: &mut Fields, ignored: &mut Vec<String>) -> Result<Option
         let mut part = Fields::nested(format!("{path}[{index}]"), part)?;
         let kind = as_text(&part.path("type"), part.required("type")?)?;
         if !matches!(kind.as_str(), "text" | "input_text" | "output_text") {
-            let kind: String = kind.chars().take(40).collect();
-            let message = format!("{} is \"{kind}\", but this model reads text only", part.path("type"));
-            return Err(ApiError::new(Code::UnsupportedContent, message).at(part.path("type")));
+            return Err(not_text(part.path("type"), &kind));
         }
         text.push_str(&as_text(&part.path("text"), part.required("text")?)?);
-        for name in ["annotations", "logprobs"] {
+        for name in inert {
             part.take(name);
         }
         ignored.extend(part.rest());
@@ -161,7 +210,15 @@ fn read_content(fields: &mut Fields, ignored: &mut Vec<String>) -> Result<Option
     Ok(Some(text))
 }
 
-fn check_count(path: &str, count: usize) -> Result<(), ApiError> {
+/// The refusal of a part of some kind, which stands at `path`.
+pub(crate) fn not_text(path: String, kind: &str) -> ApiError {
+    let kind: String = kind.chars().take(40).collect();
+    let message = format!("{path} is \"{kind}\", but this model reads text only");
+    ApiError::new(Code::UnsupportedContent, message).at(path)
+}
+
+/// Bounds the parts or calls of a message.
+pub(crate) fn check_count(path: &str, count: usize) -> Result<(), ApiError> {
     if count <= PARTS_MAX {
         return Ok(());
     }

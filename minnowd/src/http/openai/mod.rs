@@ -5,11 +5,11 @@ pub(crate) mod chat;
 pub(crate) mod completions;
 pub(crate) mod form;
 mod format;
-mod messages;
+pub(crate) mod messages;
 mod settings;
 pub(crate) mod table;
 mod telling;
-mod tools;
+pub(crate) mod tools;
 
 pub(crate) use self::format::Format;
 pub(crate) use self::messages::Conversation;

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::form::Form;
-use super::table::{CHOICES_MAX, FIELDS, Fate, On, PING_SECONDS_MAX, STEPS_MAX};
+use super::table::{CHOICES_MAX, Fate, On, PING_SECONDS_MAX, STEPS_MAX};
 use crate::cache::Access;
 use crate::config::Unsupported;
 use crate::decoder::{Options, Preset};
@@ -70,15 +70,27 @@ pub(crate) struct Extras {
 }
 
 impl Settings {
-    /// Takes the shared fields out of a request of some kind; `defaults` are the server's options.
+    /// Takes the shared fields that a kind of request knows out; `defaults` are the server's options.
     pub(crate) fn read(
         fields: &mut Fields,
         kind: On,
         defaults: &Options,
         unsupported: Unsupported,
     ) -> Result<Self, ApiError> {
+        let mut known = fields.part(kind.fields().map(|field| field.name));
+        let settings = Self::read_known(&mut known, kind, defaults, unsupported)?;
+        fields.join(known);
+        Ok(settings)
+    }
+
+    fn read_known(
+        fields: &mut Fields,
+        kind: On,
+        defaults: &Options,
+        unsupported: Unsupported,
+    ) -> Result<Self, ApiError> {
         let ignored = take_inert(fields, kind, unsupported)?;
-        let (options, form) = read_options(fields, defaults)?;
+        let (options, form) = read_options(fields, kind, defaults)?;
         Ok(Self {
             choices: match fields.integer("n", 1..=i64::MAX)? {
                 None => 1,
@@ -92,12 +104,12 @@ impl Settings {
                 Some(false) => Access::Private,
                 Some(true) | None => Access::Shared,
             },
-            limit: read_limit(fields)?,
+            limit: read_limit(fields, kind)?,
             options,
             form,
             #[expect(clippy::cast_sign_loss, reason = "only the negative value -1 passes, and it is filtered out")]
             seed: fields.integer("seed", -1..=i64::MAX)?.filter(|&seed| seed >= 0).map(|seed| seed as u64),
-            stops: read_stops(fields)?,
+            stops: read_stops(fields, kind)?,
             stream: fields.boolean("stream")?.unwrap_or(false),
             extras: read_extras(fields)?,
             ignored,
@@ -137,18 +149,18 @@ fn shortest(value: f32) -> f64 {
     value.to_string().parse().unwrap_or_else(|_| f64::from(value))
 }
 
-fn read_limit(fields: &mut Fields) -> Result<Option<Limit>, ApiError> {
+fn read_limit(fields: &mut Fields, kind: On) -> Result<Option<Limit>, ApiError> {
     let mut limit = None;
     // All are checked; the first one given counts.
-    for name in ["max_completion_tokens", "max_tokens", "n_predict"] {
-        let given = fields.integer(name, -1..=i64::MAX)?;
+    for name in kind.limits() {
+        let given = fields.integer(name, kind.limit_min()..=i64::MAX)?;
         limit = limit.or(given);
     }
     Ok(limit.map(|tokens| usize::try_from(tokens).map_or(Limit::Room, Limit::Tokens)))
 }
 
 /// Decoding options, and the client's own grammar.
-fn read_options(fields: &mut Fields, defaults: &Options) -> Result<(Options, Option<Form>), ApiError> {
+fn read_options(fields: &mut Fields, kind: On, defaults: &Options) -> Result<(Options, Option<Form>), ApiError> {
     let mut inner = fields.object("minnow")?;
     let named = inner.as_mut().map(read_preset).transpose()?.flatten();
     // A preset stands for thresholds, so thresholds beat it wherever either stands.
@@ -166,7 +178,7 @@ fn read_options(fields: &mut Fields, defaults: &Options) -> Result<(Options, Opt
         }
     }
     read_diffusion(fields, &mut options)?;
-    if let Some(temperature) = fields.number("temperature", 0.0..=2.0)? {
+    if let Some(temperature) = fields.number("temperature", 0.0..=kind.temperature_max())? {
         /// Below this, sampling is greedy in all but name.
         const GREEDY_BELOW: f64 = 1e-3;
         options.temperature = if temperature < GREEDY_BELOW { 0.0 } else { temperature as f32 };
@@ -219,22 +231,24 @@ fn read_diffusion(fields: &mut Fields, options: &mut Options) -> Result<(), ApiE
     Ok(())
 }
 
-fn read_stops(fields: &mut Fields) -> Result<Vec<String>, ApiError> {
-    let stops = match fields.take("stop") {
+fn read_stops(fields: &mut Fields, kind: On) -> Result<Vec<String>, ApiError> {
+    let name = kind.stops();
+    let stops = match fields.take(name) {
         None => return Ok(Vec::new()),
-        Some(Value::String(stop)) => vec![("stop".to_owned(), stop)],
+        Some(Value::String(stop)) if kind != On::Messages => vec![(name.to_owned(), stop)],
         Some(Value::Array(items)) if items.len() <= STOPS_MAX => {
             let named = items.into_iter().enumerate().map(|(index, item)| {
-                let path = format!("stop[{index}]");
+                let path = format!("{name}[{index}]");
                 as_text(&path, item).map(|text| (path, text))
             });
             named.collect::<Result<_, _>>()?
         }
         Some(Value::Array(items)) => {
-            let message = format!("stop has {} strings, at most {STOPS_MAX} are allowed", items.len());
-            return Err(ApiError::new(Code::InvalidValue, message).at("stop"));
+            let message = format!("{name} has {} strings, at most {STOPS_MAX} are allowed", items.len());
+            return Err(ApiError::new(Code::InvalidValue, message).at(name));
         }
-        Some(other) => return Err(wrong_type("stop", "a string or a list of strings", &other)),
+        Some(other) if kind == On::Messages => return Err(wrong_type(name, "a list of strings", &other)),
+        Some(other) => return Err(wrong_type(name, "a string or a list of strings", &other)),
     };
     for (path, stop) in &stops {
         if !(1..=STOP_BYTES_MAX).contains(&stop.len()) {
@@ -264,7 +278,7 @@ fn read_extras(fields: &mut Fields) -> Result<Extras, ApiError> {
 /// ask for something.
 fn take_inert(fields: &mut Fields, kind: On, unsupported: Unsupported) -> Result<Vec<String>, ApiError> {
     let mut ignored = Vec::new();
-    for field in FIELDS.iter().filter(|field| field.on.covers(kind)) {
+    for field in kind.fields() {
         match field.fate {
             Fate::Honoured => {}
             Fate::NoEffect => {
@@ -297,10 +311,13 @@ mod tests {
     }
 
     fn read(value: Value) -> Result<(Settings, Vec<String>), ApiError> {
+        read_as(On::Text, value)
+    }
+
+    fn read_as(kind: On, value: Value) -> Result<(Settings, Vec<String>), ApiError> {
         let Value::Object(members) = value else { panic!("not an object") };
         let mut fields = Fields::new(members);
-        Settings::read(&mut fields, On::Text, &defaults(), Unsupported::Refuse)
-            .map(|settings| (settings, fields.rest()))
+        Settings::read(&mut fields, kind, &defaults(), Unsupported::Refuse).map(|settings| (settings, fields.rest()))
     }
 
     #[test]
@@ -401,7 +418,9 @@ mod tests {
     #[test]
     fn ranges_are_those_of_the_table() {
         let mut read_here = 0;
-        for field in FIELDS.iter().filter(|field| field.fate == Fate::Honoured && field.name != "n") {
+        let kinds = [On::Text, On::Responses, On::Messages];
+        let all = kinds.into_iter().flat_map(|kind| kind.fields().map(move |field| (kind, field)));
+        for (kind, field) in all.filter(|(_, field)| field.fate == Fate::Honoured && field.name != "n") {
             let (fine, wrong) = match field.values {
                 Values::Boolean => (vec![json!(true), json!(false)], vec![json!(1), json!("true")]),
                 Values::Integer(least, most) => {
@@ -414,18 +433,48 @@ mod tests {
                 }
                 _ => continue,
             };
+            let read = |value| read_as(kind, json!({ field.name: value }));
             for value in fine {
-                let (_, rest) = read(json!({ field.name: value })).unwrap_or_else(|error| panic!("{}", error.body()));
+                let (_, rest) = read(value).unwrap_or_else(|error| panic!("{}", error.body()));
                 read_here += usize::from(rest.is_empty());
             }
             for value in wrong {
-                match read(json!({ field.name: value })) {
+                match read(value) {
                     Err(error) => assert_eq!(error.body()["error"]["param"], field.name),
                     Ok((_, rest)) => assert_eq!(rest, [field.name], "read elsewhere, or not at all"),
                 }
             }
         }
-        assert!(read_here > 30, "{read_here}");
+        assert!(read_here > 80, "{read_here}");
+    }
+
+    #[test]
+    fn a_dialect_knows_its_own_fields_only() {
+        let (settings, rest) = read_as(
+            On::Messages,
+            json!({"max_tokens": 3, "stop_sequences": ["x"], "top_k": 2, "stop": "y", "n": 2, "max_output_tokens": 4}),
+        )
+        .unwrap();
+        assert_eq!(
+            (settings.limit, settings.stops, settings.choices),
+            (Some(Limit::Tokens(3)), vec!["x".to_owned()], 1)
+        );
+        assert_eq!(rest, ["max_output_tokens", "n", "stop"]);
+        let (settings, rest) =
+            read_as(On::Responses, json!({"max_tokens": 3, "max_output_tokens": 4, "top_k": 5})).unwrap();
+        assert_eq!((settings.limit, settings.options.top_k), (Some(Limit::Tokens(4)), defaults().top_k));
+        assert_eq!(rest, ["max_tokens", "top_k"]);
+        for (kind, value, param) in [
+            (On::Messages, json!({"temperature": 1.5}), "temperature"),
+            (On::Messages, json!({"stop_sequences": "x"}), "stop_sequences"),
+            (On::Messages, json!({"stop_sequences": ["x", ""]}), "stop_sequences[1]"),
+            (On::Messages, json!({"mcp_servers": [{}]}), "mcp_servers"),
+            (On::Responses, json!({"truncation": "auto"}), "truncation"),
+            (On::Responses, json!({"previous_response_id": "resp_1"}), "previous_response_id"),
+            (On::Responses, json!({"background": true}), "background"),
+        ] {
+            assert_eq!(read_as(kind, value.clone()).unwrap_err().body()["error"]["param"], param, "{value}");
+        }
     }
 
     #[test]

@@ -11,7 +11,7 @@ pub(crate) struct Field {
     /// Its name.
     pub name: &'static str,
     /// Requests that know it.
-    pub on: On,
+    pub on: &'static [On],
     /// What happens to it.
     pub fate: Fate,
     /// Values it may have, besides null.
@@ -21,18 +21,44 @@ pub(crate) struct Field {
 /// A kind of request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum On {
-    /// Chat and text completions.
-    Both,
-    /// Chat completions.
+    /// `/v1/chat/completions`
     Chat,
-    /// Text completions.
+    /// `/v1/completions`
     Text,
+    /// `/v1/responses`
+    Responses,
+    /// `/v1/messages`
+    Messages,
 }
 
 impl On {
-    /// Whether a field that stands `self` belongs to requests of the kind `other`.
-    pub(crate) fn covers(self, other: Self) -> bool {
-        self == Self::Both || self == other
+    /// The fields of such a request.
+    pub(crate) fn fields(self) -> impl Iterator<Item = &'static Field> {
+        FIELDS.iter().filter(move |field| field.on.contains(&self))
+    }
+
+    /// Fields that limit the output; the first one given counts.
+    pub(crate) fn limits(self) -> &'static [&'static str] {
+        match self {
+            Self::Chat | Self::Text => &["max_completion_tokens", "max_tokens", "n_predict"],
+            Self::Responses => &["max_output_tokens"],
+            Self::Messages => &["max_tokens"],
+        }
+    }
+
+    /// The least output limit. Where -1 may be written, it is what the context leaves.
+    pub(crate) fn limit_min(self) -> i64 {
+        if self == Self::Messages { 0 } else { -1 }
+    }
+
+    /// The field with strings that end the output.
+    pub(crate) fn stops(self) -> &'static str {
+        if self == Self::Messages { "stop_sequences" } else { "stop" }
+    }
+
+    /// The highest temperature.
+    pub(crate) fn temperature_max(self) -> f64 {
+        if self == Self::Messages { 1.0 } else { 2.0 }
     }
 }
 
@@ -70,6 +96,8 @@ pub(crate) enum Neutral {
     Null,
     /// A list of which every entry is this word.
     Only(&'static str),
+    /// This word.
+    Word(&'static str),
 }
 
 impl Neutral {
@@ -85,6 +113,7 @@ impl Neutral {
             (Self::FalseOrZero, Value::Bool(flag)) => !flag,
             (Self::FalseOrZero, Value::Number(number)) => number.as_f64() == Some(0.0),
             (Self::Only(word), Value::Array(items)) => items.iter().all(|item| item == word),
+            (Self::Word(word), Value::String(text)) => text == word,
             _ => false,
         }
     }
@@ -99,6 +128,7 @@ impl Neutral {
             Self::FalseOrZero => "false or 0".to_owned(),
             Self::Null => "null".to_owned(),
             Self::Only(word) => format!("[\"{word}\"]"),
+            Self::Word(word) => format!("\"{word}\""),
         }
     }
 
@@ -111,6 +141,7 @@ impl Neutral {
             Self::FalseOrZero => json!({ "enum": [false, 0, null] }),
             Self::Null => json!({ "type": "null" }),
             Self::Only(word) => json!({ "type": ["array", "null"], "items": { "const": word } }),
+            Self::Word(word) => json!({ "enum": [word, null] }),
         }
     }
 }
@@ -165,113 +196,148 @@ pub(crate) const CHOICES_MAX: i64 = 8;
 /// Most seconds between pings.
 pub(crate) const PING_SECONDS_MAX: i64 = 86_400;
 
-const fn honoured(name: &'static str, on: On, values: Values) -> Field {
+/// Kinds of requests that know a field: completions of both kinds, one kind, those with tools, all.
+const BOTH: &[On] = &[On::Chat, On::Text];
+const CHAT: &[On] = &[On::Chat];
+const TEXT: &[On] = &[On::Text];
+const RESPONSES: &[On] = &[On::Responses];
+const MESSAGES: &[On] = &[On::Messages];
+const BUT_MESSAGES: &[On] = &[On::Chat, On::Text, On::Responses];
+const ALL: &[On] = &[On::Chat, On::Text, On::Responses, On::Messages];
+
+const fn honoured(name: &'static str, on: &'static [On], values: Values) -> Field {
     Field { name, on, fate: Fate::Honoured, values }
 }
 
-const fn without_effect(name: &'static str) -> Field {
-    Field { name, on: On::Both, fate: Fate::NoEffect, values: Values::Any }
+const fn without_effect(name: &'static str, on: &'static [On]) -> Field {
+    Field { name, on, fate: Fate::NoEffect, values: Values::Any }
 }
 
-const fn neutral(name: &'static str, on: On, only: Neutral) -> Field {
+const fn neutral(name: &'static str, on: &'static [On], only: Neutral) -> Field {
     Field { name, on, fate: Fate::Neutral { only, binds: false }, values: Values::Any }
 }
 
-const fn binding(name: &'static str, on: On, only: Neutral) -> Field {
+const fn binding(name: &'static str, on: &'static [On], only: Neutral) -> Field {
     Field { name, on, fate: Fate::Neutral { only, binds: true }, values: Values::Any }
 }
 
 /// All of them.
-pub(crate) const FIELDS: &[Field] = &[
-    honoured("model", On::Both, Values::Text),
-    honoured("messages", On::Chat, Values::List),
-    honoured("prompt", On::Text, Values::TextOrList),
-    honoured("max_completion_tokens", On::Both, Values::Integer(-1, i64::MAX)),
-    honoured("max_tokens", On::Both, Values::Integer(-1, i64::MAX)),
-    honoured("n_predict", On::Both, Values::Integer(-1, i64::MAX)),
-    honoured("temperature", On::Both, Values::Number(0.0, 2.0)),
-    honoured("top_p", On::Both, Values::Number(0.0, 1.0)),
-    honoured("top_k", On::Both, Values::Integer(0, i64::MAX)),
-    honoured("seed", On::Both, Values::Integer(-1, i64::MAX)),
-    honoured("stop", On::Both, Values::TextOrList),
-    honoured("stream", On::Both, Values::Boolean),
-    honoured("stream_options", On::Both, Values::Object),
-    honoured("n", On::Both, Values::Integer(1, CHOICES_MAX)),
-    honoured("tools", On::Chat, Values::List),
-    honoured("tool_choice", On::Chat, Values::TextOrObject),
-    honoured("parallel_tool_calls", On::Chat, Values::Boolean),
-    honoured("response_format", On::Chat, Values::Object),
-    honoured("chat_template_kwargs", On::Chat, Values::Object),
-    honoured("cache_prompt", On::Both, Values::Boolean),
-    honoured("return_progress", On::Both, Values::Boolean),
-    honoured("timings_per_token", On::Both, Values::Boolean),
-    honoured("return_refinements", On::Both, Values::Boolean),
-    honoured("sse_ping_interval", On::Both, Values::Integer(-1, PING_SECONDS_MAX)),
-    honoured("preset", On::Both, Values::Text),
-    honoured("threshold", On::Both, Values::Number(0.0, 1.0)),
-    honoured("editing_threshold", On::Both, Values::Number(0.0, 1.0)),
-    honoured("steps", On::Both, Values::Integer(1, STEPS_MAX)),
-    honoured("max_steps_per_block", On::Both, Values::Integer(1, STEPS_MAX)),
-    honoured("max_post_steps", On::Both, Values::Integer(0, STEPS_MAX)),
-    honoured("minnow", On::Both, Values::Object),
-    binding("logprobs", On::Chat, Neutral::Boolean(false)),
-    binding("logprobs", On::Text, Neutral::FalseOrZero),
-    binding("top_logprobs", On::Both, Neutral::Number(0.0)),
-    binding("n_probs", On::Both, Neutral::Number(0.0)),
-    binding("continue_final_message", On::Chat, Neutral::Boolean(false)),
-    binding("add_generation_prompt", On::Chat, Neutral::Boolean(true)),
-    binding("modalities", On::Both, Neutral::Only("text")),
-    neutral("frequency_penalty", On::Both, Neutral::Number(0.0)),
-    neutral("presence_penalty", On::Both, Neutral::Number(0.0)),
-    neutral("min_p", On::Both, Neutral::Number(0.0)),
-    neutral("dynatemp_range", On::Both, Neutral::Number(0.0)),
-    neutral("xtc_probability", On::Both, Neutral::Number(0.0)),
-    neutral("dry_multiplier", On::Both, Neutral::Number(0.0)),
-    neutral("mirostat", On::Both, Neutral::Number(0.0)),
-    neutral("repeat_penalty", On::Both, Neutral::Number(1.0)),
-    neutral("typ_p", On::Both, Neutral::Number(1.0)),
-    neutral("typical_p", On::Both, Neutral::Number(1.0)),
-    neutral("top_n_sigma", On::Both, Neutral::NotAbove(0.0)),
-    binding("logit_bias", On::Both, Neutral::Empty),
-    binding("grammar", On::Both, Neutral::Empty),
-    binding("json_schema", On::Both, Neutral::Null),
-    neutral("lora", On::Both, Neutral::Empty),
-    neutral("echo", On::Both, Neutral::Boolean(false)),
-    neutral("ignore_eos", On::Both, Neutral::Boolean(false)),
-    neutral("functions", On::Both, Neutral::Null),
-    neutral("function_call", On::Both, Neutral::Null),
-    neutral("audio", On::Both, Neutral::Null),
-    neutral("prediction", On::Both, Neutral::Null),
-    neutral("web_search_options", On::Both, Neutral::Null),
-    binding("suffix", On::Text, Neutral::Empty),
-    binding("best_of", On::Text, Neutral::Number(1.0)),
-    without_effect("user"),
-    without_effect("metadata"),
-    without_effect("store"),
-    without_effect("service_tier"),
-    without_effect("safety_identifier"),
-    without_effect("prompt_cache_key"),
-    without_effect("prompt_cache_retention"),
-    without_effect("reasoning_effort"),
-    without_effect("verbosity"),
-    without_effect("reasoning_format"),
-    without_effect("reasoning_control"),
-    without_effect("thinking_budget_tokens"),
-    without_effect("reasoning_budget_tokens"),
-    without_effect("samplers"),
-    without_effect("backend_sampling"),
-    without_effect("repeat_last_n"),
-    without_effect("dynatemp_exponent"),
-    without_effect("xtc_threshold"),
-    without_effect("dry_base"),
-    without_effect("dry_allowed_length"),
-    without_effect("dry_penalty_last_n"),
-    without_effect("dry_sequence_breakers"),
-    without_effect("mirostat_tau"),
-    without_effect("mirostat_eta"),
-    without_effect("min_keep"),
-    without_effect("n_keep"),
-    without_effect("id_slot"),
+const FIELDS: &[Field] = &[
+    honoured("model", ALL, Values::Text),
+    honoured("messages", &[On::Chat, On::Messages], Values::List),
+    honoured("prompt", TEXT, Values::TextOrList),
+    honoured("input", RESPONSES, Values::TextOrList),
+    honoured("instructions", RESPONSES, Values::Text),
+    honoured("system", MESSAGES, Values::TextOrList),
+    honoured("max_output_tokens", RESPONSES, Values::Integer(-1, i64::MAX)),
+    honoured("max_tokens", MESSAGES, Values::Integer(0, i64::MAX)),
+    honoured("max_completion_tokens", BOTH, Values::Integer(-1, i64::MAX)),
+    honoured("max_tokens", BOTH, Values::Integer(-1, i64::MAX)),
+    honoured("n_predict", BOTH, Values::Integer(-1, i64::MAX)),
+    honoured("temperature", BUT_MESSAGES, Values::Number(0.0, 2.0)),
+    honoured("temperature", MESSAGES, Values::Number(0.0, 1.0)),
+    honoured("top_p", ALL, Values::Number(0.0, 1.0)),
+    honoured("top_k", &[On::Chat, On::Text, On::Messages], Values::Integer(0, i64::MAX)),
+    honoured("seed", ALL, Values::Integer(-1, i64::MAX)),
+    honoured("stop", BUT_MESSAGES, Values::TextOrList),
+    honoured("stop_sequences", MESSAGES, Values::List),
+    honoured("stream", ALL, Values::Boolean),
+    honoured("stream_options", BOTH, Values::Object),
+    honoured("n", BOTH, Values::Integer(1, CHOICES_MAX)),
+    honoured("tools", &[On::Chat, On::Responses, On::Messages], Values::List),
+    honoured("tool_choice", &[On::Chat, On::Responses], Values::TextOrObject),
+    honoured("tool_choice", MESSAGES, Values::Object),
+    honoured("parallel_tool_calls", &[On::Chat, On::Responses], Values::Boolean),
+    honoured("response_format", CHAT, Values::Object),
+    honoured("text", RESPONSES, Values::Object),
+    honoured("metadata", RESPONSES, Values::Object),
+    honoured("user", RESPONSES, Values::Text),
+    honoured("chat_template_kwargs", CHAT, Values::Object),
+    honoured("cache_prompt", ALL, Values::Boolean),
+    honoured("return_progress", BUT_MESSAGES, Values::Boolean),
+    honoured("timings_per_token", BOTH, Values::Boolean),
+    honoured("return_refinements", BOTH, Values::Boolean),
+    honoured("sse_ping_interval", ALL, Values::Integer(-1, PING_SECONDS_MAX)),
+    honoured("preset", ALL, Values::Text),
+    honoured("threshold", ALL, Values::Number(0.0, 1.0)),
+    honoured("editing_threshold", ALL, Values::Number(0.0, 1.0)),
+    honoured("steps", ALL, Values::Integer(1, STEPS_MAX)),
+    honoured("max_steps_per_block", ALL, Values::Integer(1, STEPS_MAX)),
+    honoured("max_post_steps", ALL, Values::Integer(0, STEPS_MAX)),
+    honoured("minnow", ALL, Values::Object),
+    binding("logprobs", CHAT, Neutral::Boolean(false)),
+    binding("logprobs", TEXT, Neutral::FalseOrZero),
+    binding("top_logprobs", BUT_MESSAGES, Neutral::Number(0.0)),
+    binding("n_probs", BOTH, Neutral::Number(0.0)),
+    binding("continue_final_message", CHAT, Neutral::Boolean(false)),
+    binding("add_generation_prompt", CHAT, Neutral::Boolean(true)),
+    binding("modalities", BOTH, Neutral::Only("text")),
+    binding("previous_response_id", RESPONSES, Neutral::Null),
+    binding("conversation", RESPONSES, Neutral::Null),
+    binding("background", RESPONSES, Neutral::Boolean(false)),
+    binding("prompt", RESPONSES, Neutral::Null),
+    binding("max_tool_calls", RESPONSES, Neutral::Null),
+    binding("truncation", RESPONSES, Neutral::Word("disabled")),
+    binding("output_format", MESSAGES, Neutral::Null),
+    binding("mcp_servers", MESSAGES, Neutral::Empty),
+    binding("container", MESSAGES, Neutral::Null),
+    neutral("frequency_penalty", BOTH, Neutral::Number(0.0)),
+    neutral("presence_penalty", BOTH, Neutral::Number(0.0)),
+    neutral("min_p", BOTH, Neutral::Number(0.0)),
+    neutral("dynatemp_range", BOTH, Neutral::Number(0.0)),
+    neutral("xtc_probability", BOTH, Neutral::Number(0.0)),
+    neutral("dry_multiplier", BOTH, Neutral::Number(0.0)),
+    neutral("mirostat", BOTH, Neutral::Number(0.0)),
+    neutral("repeat_penalty", BOTH, Neutral::Number(1.0)),
+    neutral("typ_p", BOTH, Neutral::Number(1.0)),
+    neutral("typical_p", BOTH, Neutral::Number(1.0)),
+    neutral("top_n_sigma", BOTH, Neutral::NotAbove(0.0)),
+    binding("logit_bias", BOTH, Neutral::Empty),
+    binding("grammar", BOTH, Neutral::Empty),
+    binding("json_schema", BOTH, Neutral::Null),
+    neutral("lora", BOTH, Neutral::Empty),
+    neutral("echo", BOTH, Neutral::Boolean(false)),
+    neutral("ignore_eos", BOTH, Neutral::Boolean(false)),
+    neutral("functions", BOTH, Neutral::Null),
+    neutral("function_call", BOTH, Neutral::Null),
+    neutral("audio", BOTH, Neutral::Null),
+    neutral("prediction", BOTH, Neutral::Null),
+    neutral("web_search_options", BOTH, Neutral::Null),
+    binding("suffix", TEXT, Neutral::Empty),
+    binding("best_of", TEXT, Neutral::Number(1.0)),
+    without_effect("user", BOTH),
+    without_effect("metadata", &[On::Chat, On::Text, On::Messages]),
+    without_effect("include", RESPONSES),
+    without_effect("reasoning", RESPONSES),
+    without_effect("stream_options", RESPONSES),
+    without_effect("output_config", MESSAGES),
+    without_effect("thinking", MESSAGES),
+    without_effect("cache_control", MESSAGES),
+    without_effect("store", BUT_MESSAGES),
+    without_effect("service_tier", BUT_MESSAGES),
+    without_effect("safety_identifier", BUT_MESSAGES),
+    without_effect("prompt_cache_key", BUT_MESSAGES),
+    without_effect("prompt_cache_retention", BUT_MESSAGES),
+    without_effect("reasoning_effort", BOTH),
+    without_effect("verbosity", BOTH),
+    without_effect("reasoning_format", BOTH),
+    without_effect("reasoning_control", BOTH),
+    without_effect("thinking_budget_tokens", BOTH),
+    without_effect("reasoning_budget_tokens", BOTH),
+    without_effect("samplers", BOTH),
+    without_effect("backend_sampling", BOTH),
+    without_effect("repeat_last_n", BOTH),
+    without_effect("dynatemp_exponent", BOTH),
+    without_effect("xtc_threshold", BOTH),
+    without_effect("dry_base", BOTH),
+    without_effect("dry_allowed_length", BOTH),
+    without_effect("dry_penalty_last_n", BOTH),
+    without_effect("dry_sequence_breakers", BOTH),
+    without_effect("mirostat_tau", BOTH),
+    without_effect("mirostat_eta", BOTH),
+    without_effect("min_keep", BOTH),
+    without_effect("n_keep", BOTH),
+    without_effect("id_slot", BOTH),
 ];
 
 #[cfg(test)]
@@ -280,9 +346,8 @@ mod tests {
 
     #[test]
     fn a_field_has_one_fate_for_each_kind_of_request() {
-        for kind in [On::Chat, On::Text] {
-            let names: Vec<&str> =
-                FIELDS.iter().filter(|field| field.on.covers(kind)).map(|field| field.name).collect();
+        for kind in [On::Chat, On::Text, On::Responses, On::Messages] {
+            let names: Vec<&str> = kind.fields().map(|field| field.name).collect();
             let distinct: std::collections::HashSet<&str> = names.iter().copied().collect();
             assert_eq!(distinct.len(), names.len(), "{kind:?}");
         }
@@ -298,6 +363,7 @@ mod tests {
             (Neutral::FalseOrZero, json!(0), json!(true)),
             (Neutral::Null, json!(null), json!([])),
             (Neutral::Only("text"), json!(["text"]), json!(["audio"])),
+            (Neutral::Word("disabled"), json!("disabled"), json!("auto")),
         ] {
             // Null never gets as far as the rule: it means that the field was not given.
             assert!(met.is_null() || only.is_met_by(&met), "{only:?}");

@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 
 use super::{Extras, Shape};
 use crate::engine::{BlockStats, Event, Finish, JobStats};
-use crate::http::answer::{self, Done, Ending, Heading, News, Output, Timings};
+use crate::http::answer::{self, Done, Ending, Heading, News, Output, Progress, Timings};
 use crate::http::error::ApiError;
 use crate::http::ids;
 use crate::http::stream::{Frames, Teller};
@@ -25,6 +25,7 @@ struct Completion {
     heading: Heading,
     extras: Extras,
     choices: Vec<Choice>,
+    /// The first choice reads the prompt for all.
     progress: Progress,
     /// Turns ids of unfinished blocks into text, if these are shown.
     shows_cells_with: Option<Arc<Tokenizer>>,
@@ -49,22 +50,14 @@ pub(super) fn teller(shape: Shape, session: &Session) -> impl FnOnce(Heading, Ex
     }
 }
 
-/// What the client was told about reading the prompt, which the first choice does for all.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Progress {
-    /// Nothing more to tell: not wanted, all cached, or all told.
-    Done,
-    /// This many tokens so far, cached ones included.
-    At(usize),
-}
-
 impl Completion {
     fn new(shape: Shape, heading: Heading, extras: Extras) -> Self {
         let id = ids::random(match shape {
             Shape::Chat => "chatcmpl-",
             Shape::Text => "cmpl-",
         });
-        Self { shape, id, heading, extras, choices: Vec::new(), progress: Progress::Done, shows_cells_with: None }
+        let progress = Progress::default();
+        Self { shape, id, heading, extras, choices: Vec::new(), progress, shows_cells_with: None }
     }
 
     /// An object with the members that all answers and chunks begin with.
@@ -123,42 +116,33 @@ impl Completion {
         let timings = &mut self.choices[choice].timings;
         timings.prompt = processed.saturating_sub(timings.cached);
         timings.prompt_time = elapsed;
-        let Progress::At(before) = self.progress else { return };
-        if choice == 0 && processed > before {
+        if choice == 0
+            && let Some(processed) = self.progress.at(processed)
+        {
             self.tell_progress(processed, frames);
         }
     }
 
-    /// The prompt has been read. If the last word on that was not sent, because it was dropped or because the rest of
-    /// the prompt shares a block with the answer, it is sent now.
+    /// The prompt has been read.
     fn end_progress(&mut self, choice: usize, frames: &mut Frames) {
         let timings = &mut self.choices[choice].timings;
         timings.prompt = self.heading.prompt_tokens.saturating_sub(timings.cached);
-        if self.progress != Progress::Done {
-            self.tell_progress(self.heading.prompt_tokens, frames);
+        if let Some(processed) = self.progress.end() {
+            self.tell_progress(processed, frames);
         }
     }
 
-    /// `processed` is above what was told before, so that clients may divide by `total - cache`.
     fn tell_progress(&mut self, processed: usize, frames: &mut Frames) {
-        let total = self.heading.prompt_tokens;
         let timings = self.choices[0].timings;
         let mut chunk = self.chunk(0, json!({}), Value::Null);
-        chunk["prompt_progress"] = json!({
-            "total": total,
-            "cache": timings.cached,
-            "processed": processed,
-            "time_ms": timings.prompt_time.as_secs_f64() * 1e3,
-        });
+        chunk["prompt_progress"] = self.progress.object(&timings, processed);
         chunk["timings"] = timings.object();
         frames.data(&chunk);
-        self.progress = Progress::At(processed);
-        if processed >= total {
+        if processed >= self.heading.prompt_tokens {
             // Without a chunk of another kind the web UI would stay at "preparing" until the first block.
             let mut chunk = self.chunk(0, json!({}), Value::Null);
             chunk["timings"] = timings.object();
             frames.data(&chunk);
-            self.progress = Progress::Done;
         }
     }
 
@@ -221,9 +205,7 @@ impl Teller for Completion {
     /// The role chunk and what the request demanded. Text completions have no roles.
     fn begin(&mut self, cached_tokens: usize, frames: &mut Frames) {
         self.choices.resize_with(self.heading.choices, Choice::default);
-        if self.extras.progress && cached_tokens < self.heading.prompt_tokens {
-            self.progress = Progress::At(cached_tokens);
-        }
+        self.progress = Progress::new(self.extras.progress, cached_tokens, self.heading.prompt_tokens);
         self.choices[0].timings.cached = cached_tokens;
         for choice in 0..self.heading.choices {
             if self.shape == Shape::Chat {
@@ -264,7 +246,7 @@ impl Teller for Completion {
             Event::Finished(mut finish) => {
                 self.end_progress(choice, frames);
                 self.tell(choice, std::mem::take(&mut finish.deltas), frames);
-                self.finish(choice, finish, frames);
+                self.finish(choice, *finish, frames);
             }
             Event::Failed(_) => {}
         }
@@ -311,21 +293,7 @@ fn message(output: &Output) -> Value {
 mod tests {
     use super::*;
     use crate::engine::FinishReason;
-
-    fn heading(choices: usize) -> Heading {
-        Heading {
-            created: 1,
-            model: "m".to_owned(),
-            fingerprint: "fp_1".to_owned(),
-            settings: json!({"seed": 1}),
-            seed: 1,
-            ignored_fields: Vec::new(),
-            unenforced: Vec::new(),
-            opened: Vec::new(),
-            prompt_tokens: 70,
-            choices,
-        }
-    }
+    use crate::http::answer::tests::heading;
 
     /// A stream's events, driven as [`crate::http::stream`] does.
     fn told(shape: Shape, extras: Extras, cached: usize, events: Vec<Event>) -> Vec<Value> {
@@ -364,7 +332,14 @@ mod tests {
 
     fn finished(deltas: Vec<Delta>, reason: FinishReason) -> Event {
         let stats = JobStats { prompt_tokens: 70, completion_tokens: 9, text_tokens: 8, ..JobStats::default() };
-        Event::Finished(Finish { reason, deltas, tokens: Vec::new(), tool_parse_error: None, stats })
+        Event::Finished(Box::new(Finish {
+            reason,
+            deltas,
+            tokens: Vec::new(),
+            stop_string: None,
+            tool_parse_error: None,
+            stats,
+        }))
     }
 
     #[test]

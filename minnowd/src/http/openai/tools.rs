@@ -28,6 +28,16 @@ pub(crate) struct Tools {
     pub parallel: bool,
 }
 
+/// A tool of a request as the model would see it, and where the client wrote it.
+pub(crate) struct Declared {
+    /// `{"type": "function", "function": {name, description?, parameters?, strict?}}`
+    pub definition: Value,
+    /// The path of what has the function's members.
+    pub path: String,
+    /// What the client calls `parameters`.
+    pub schema: &'static str,
+}
+
 /// A tool, as far as calls of it depend on it.
 pub(crate) struct Called<'a> {
     /// Its name.
@@ -36,6 +46,15 @@ pub(crate) struct Called<'a> {
     pub parameters: Option<&'a Value>,
     /// Whether arguments must fit that schema.
     pub is_strict: bool,
+}
+
+/// How a tool is named in `tool_choice`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Naming {
+    /// `{"type": "function", "function": {"name"}}`
+    Nested,
+    /// `{"type": "function", "name"}`
+    Flat,
 }
 
 /// What the model is to do with its tools.
@@ -56,11 +75,24 @@ impl Tools {
     /// Takes `tools`, `tool_choice` and `parallel_tool_calls` out. With [`Choice::None`] no definitions are left, with
     /// [`Choice::Named`] one, with [`Choice::Required`] at least one.
     pub(crate) fn read(fields: &mut Fields) -> Result<Self, ApiError> {
-        let mut definitions = fields.list("tools")?.unwrap_or_default();
-        check_definitions(&definitions)?;
-        let strict = definitions.iter_mut().filter_map(take_strict).collect();
-        let (choice, allowed) = fields.take("tool_choice").map(read_choice).transpose()?.unwrap_or_default();
+        let tools = fields.list("tools")?.unwrap_or_default();
+        let declared = tools.into_iter().enumerate().map(|(index, tool)| declared(format!("tools[{index}]"), tool));
+        let declared = declared.collect::<Result<_, _>>()?;
+        let (choice, allowed) = read_choice(fields, Naming::Nested)?;
         let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
+        Self::of(declared, choice, allowed, parallel)
+    }
+
+    /// Checks what a dialect has read. `allowed`: names of the tools that are left, if these are narrowed.
+    pub(crate) fn of(
+        declared: Vec<Declared>,
+        choice: Choice,
+        allowed: Option<Vec<String>>,
+        parallel: bool,
+    ) -> Result<Self, ApiError> {
+        check(&declared)?;
+        let mut definitions: Vec<Value> = declared.into_iter().map(|tool| tool.definition).collect();
+        let strict = definitions.iter_mut().filter_map(take_strict).collect();
         Self { definitions, strict, choice, parallel }.narrowed(allowed)
     }
 
@@ -115,7 +147,7 @@ impl Tools {
             Choice::Auto => {}
             Choice::None => self.definitions.clear(),
             Choice::Required if self.definitions.is_empty() => {
-                return refuse("tool_choice is \"required\", but there are no tools".to_owned());
+                return refuse("tool_choice demands a call, but there are no tools".to_owned());
             }
             Choice::Required => {}
             Choice::Named(wanted) => {
@@ -145,22 +177,46 @@ fn name(definition: &Value) -> Option<&str> {
     definition["function"]["name"].as_str()
 }
 
+/// A tool as chat requests write it.
+fn declared(path: String, definition: Value) -> Result<Declared, ApiError> {
+    if !definition.is_object() {
+        return Err(wrong_type(&path, "an object", &definition));
+    }
+    let kind = member(format!("{path}.type"), &definition["type"])?;
+    if kind != "function" {
+        return Err(wrong_value(&format!("{path}.type"), kind, "must be \"function\""));
+    }
+    let path = format!("{path}.function");
+    let function = member(path.clone(), &definition["function"])?;
+    if !function.is_object() {
+        return Err(wrong_type(&path, "an object", function));
+    }
+    Ok(Declared { definition, path, schema: "parameters" })
+}
+
+/// A member that must be there.
+fn member(path: String, value: &Value) -> Result<&Value, ApiError> {
+    match value {
+        Value::Null => Err(ApiError::new(Code::MissingParameter, format!("{path} is required")).at(path)),
+        value => Ok(value),
+    }
+}
+
 /// Only looks: definitions reach the template as they came, members in their order.
-fn check_definitions(definitions: &[Value]) -> Result<(), ApiError> {
+fn check(tools: &[Declared]) -> Result<(), ApiError> {
     let refuse = |path: &str, message: String| Err(ApiError::new(Code::InvalidValue, message).at(path));
-    if definitions.len() > TOOLS_MAX {
-        let message = format!("tools has {} entries, at most {TOOLS_MAX} are allowed", definitions.len());
+    if tools.len() > TOOLS_MAX {
+        let message = format!("tools has {} entries, at most {TOOLS_MAX} are allowed", tools.len());
         return refuse("tools", message);
     }
     let mut names = HashSet::new();
     let mut bytes = 0;
-    for (index, definition) in definitions.iter().enumerate() {
-        let path = format!("tools[{index}]");
-        let name = check_definition(&path, definition)?;
+    for tool in tools {
+        let name = check_function(tool)?;
         if !names.insert(name) {
-            return refuse(&format!("{path}.function.name"), format!("two tools are named \"{name}\""));
+            return refuse(&format!("{}.name", tool.path), format!("two tools are named \"{name}\""));
         }
-        bytes += definition.to_string().len();
+        bytes += tool.definition.to_string().len();
     }
     if bytes > DEFINITION_BYTES_MAX {
         return refuse("tools", format!("tools has {bytes} bytes, at most {DEFINITION_BYTES_MAX} are allowed"));
@@ -168,51 +224,43 @@ fn check_definitions(definitions: &[Value]) -> Result<(), ApiError> {
     Ok(())
 }
 
-fn check_definition<'a>(path: &str, definition: &'a Value) -> Result<&'a str, ApiError> {
-    let member = |path: String, value: &'a Value| match value {
-        Value::Null => Err(ApiError::new(Code::MissingParameter, format!("{path} is required")).at(path)),
-        value => Ok((path, value)),
-    };
-    if !definition.is_object() {
-        return Err(wrong_type(path, "an object", definition));
-    }
-    let (kind_path, kind) = member(format!("{path}.type"), &definition["type"])?;
-    if kind != "function" {
-        return Err(wrong_value(&kind_path, kind, "must be \"function\""));
-    }
-    let (function_path, function) = member(format!("{path}.function"), &definition["function"])?;
-    if !function.is_object() {
-        return Err(wrong_type(&function_path, "an object", function));
-    }
-    let (name_path, name) = member(format!("{function_path}.name"), &function["name"])?;
-    let Value::String(name) = name else { return Err(wrong_type(&name_path, "a string", name)) };
-    let is_plain = name.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-'));
-    if !is_plain || !(1..=NAME_BYTES_MAX).contains(&name.len()) {
+fn check_function(tool: &Declared) -> Result<&str, ApiError> {
+    let function = &tool.definition["function"];
+    let at = |name: &str| format!("{}.{name}", tool.path);
+    let name = member(at("name"), &function["name"])?;
+    let Value::String(text) = name else { return Err(wrong_type(&at("name"), "a string", name)) };
+    let is_plain = text.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'_' | b'-'));
+    if !is_plain || !(1..=NAME_BYTES_MAX).contains(&text.len()) {
         let expected = "must be 1 to 64 letters, digits, underscores and hyphens";
-        return Err(wrong_value(&name_path, &function["name"], expected));
+        return Err(wrong_value(&at("name"), name, expected));
     }
     let parameters = &function["parameters"];
     if !(parameters.is_object() || parameters.is_null()) {
-        return Err(wrong_type(&format!("{function_path}.parameters"), "an object", parameters));
+        return Err(wrong_type(&at(tool.schema), "an object", parameters));
     }
     let description = &function["description"];
     if !(description.is_string() || description.is_null()) {
-        return Err(wrong_type(&format!("{function_path}.description"), "a string", description));
+        return Err(wrong_type(&at("description"), "a string", description));
     }
     let strict = &function["strict"];
     if !(strict.is_boolean() || strict.is_null()) {
-        return Err(wrong_type(&format!("{function_path}.strict"), "a boolean", strict));
+        return Err(wrong_type(&at("strict"), "a boolean", strict));
     }
     if is_strict(function) {
-        let path = format!("{function_path}.parameters");
-        grammar::check_schema(parameters).map_err(|error| form::refused(error, &path))?;
+        grammar::check_schema(parameters).map_err(|error| form::refused(error, &at(tool.schema)))?;
     }
-    Ok(name)
+    Ok(text)
 }
 
-/// What is to be done, and the names of the tools that are allowed if these are narrowed.
-fn read_choice(value: Value) -> Result<(Choice, Option<Vec<String>>), ApiError> {
-    let expected = "must be \"auto\", \"none\", \"required\" or {\"type\":\"function\",\"function\":{\"name\":...}}";
+/// Takes `tool_choice` out: what is to be done, and the names of the tools that are allowed if these are narrowed.
+pub(crate) fn read_choice(fields: &mut Fields, naming: Naming) -> Result<(Choice, Option<Vec<String>>), ApiError> {
+    let Some(value) = fields.take("tool_choice") else { return Ok((Choice::Auto, None)) };
+    let expected = match naming {
+        Naming::Nested => {
+            "must be \"auto\", \"none\", \"required\" or {\"type\":\"function\",\"function\":{\"name\":...}}"
+        }
+        Naming::Flat => "must be \"auto\", \"none\", \"required\" or {\"type\":\"function\",\"name\":...}",
+    };
     match &value {
         Value::String(word) => match word.as_str() {
             "auto" => Ok((Choice::Auto, None)),
@@ -220,28 +268,30 @@ fn read_choice(value: Value) -> Result<(Choice, Option<Vec<String>>), ApiError> 
             "required" => Ok((Choice::Required, None)),
             _ => Err(wrong_value("tool_choice", &value, expected)),
         },
-        Value::Object(_) if value["type"] == "function" => match &value["function"]["name"] {
-            Value::String(name) => Ok((Choice::Named(name.clone()), None)),
-            _ => {
-                let path = "tool_choice.function.name";
-                Err(ApiError::new(Code::MissingParameter, format!("{path} is required")).at(path))
+        Value::Object(_) if value["type"] == "function" => {
+            let (path, name) = match naming {
+                Naming::Nested => ("tool_choice.function.name", &value["function"]["name"]),
+                Naming::Flat => ("tool_choice.name", &value["name"]),
+            };
+            match name {
+                Value::String(name) => Ok((Choice::Named(name.clone()), None)),
+                _ => Err(ApiError::new(Code::MissingParameter, format!("{path} is required")).at(path)),
             }
-        },
+        }
         Value::Object(_) if value["type"] == "allowed_tools" => {
-            let path = "tool_choice.allowed_tools";
-            let Value::Object(mut members) = value else { return Err(wrong_type(path, "an object", &value)) };
-            let inner = members.swap_remove("allowed_tools").filter(|inner| !inner.is_null());
-            let inner =
-                inner.ok_or_else(|| ApiError::new(Code::MissingParameter, format!("{path} is required")).at(path))?;
-            read_allowed(Fields::nested(path.to_owned(), inner)?)
+            let mut fields = Fields::nested("tool_choice".to_owned(), value)?;
+            if naming == Naming::Nested {
+                fields = Fields::nested(fields.path("allowed_tools"), fields.required("allowed_tools")?)?;
+            }
+            read_allowed(fields, naming)
         }
         Value::Object(_) => Err(wrong_value("tool_choice", &value, expected)),
         _ => Err(wrong_type("tool_choice", "a string or an object", &value)),
     }
 }
 
-/// `{"mode", "tools": [{"type": "function", "function": {"name"}}]}`
-fn read_allowed(mut fields: Fields) -> Result<(Choice, Option<Vec<String>>), ApiError> {
+/// `{"mode", "tools": [...]}`, with tools as in a choice.
+fn read_allowed(mut fields: Fields, naming: Naming) -> Result<(Choice, Option<Vec<String>>), ApiError> {
     let mode = fields.required("mode")?;
     let choice = match mode.as_str() {
         Some("auto") => Choice::Auto,
@@ -256,8 +306,10 @@ fn read_allowed(mut fields: Fields) -> Result<(Choice, Option<Vec<String>>), Api
         if kind != "function" {
             return Err(wrong_value(&tool.path("type"), &kind, "must be \"function\""));
         }
-        let mut function = Fields::nested(tool.path("function"), tool.required("function")?)?;
-        as_text(&function.path("name"), function.required("name")?)
+        if naming == Naming::Nested {
+            tool = Fields::nested(tool.path("function"), tool.required("function")?)?;
+        }
+        as_text(&tool.path("name"), tool.required("name")?)
     });
     Ok((choice, Some(names.collect::<Result<_, _>>()?)))
 }
@@ -323,6 +375,28 @@ mod tests {
         let one = read(json!({"tools": [tool("a")], "tool_choice": "required"})).unwrap();
         assert_eq!(one.only(), Some("a"));
         assert!(read(json!({"tool_choice": "none"})).is_ok());
+    }
+
+    #[test]
+    fn flat_choices_mean_what_nested_ones_do() {
+        let read = |choice: Value| {
+            let mut fields = Fields::new(serde_json::Map::from_iter([("tool_choice".to_owned(), choice)]));
+            read_choice(&mut fields, Naming::Flat)
+        };
+        assert_eq!(read(json!("required")).unwrap(), (Choice::Required, None));
+        let named = json!({"type": "function", "name": "a"});
+        assert_eq!(read(named.clone()).unwrap(), (Choice::Named("a".to_owned()), None));
+        let allowed = json!({"type": "allowed_tools", "mode": "required", "tools": [named]});
+        assert_eq!(read(allowed).unwrap(), (Choice::Required, Some(vec!["a".to_owned()])));
+        for (choice, param) in [
+            (json!({"type": "function", "function": {"name": "a"}}), "tool_choice.name"),
+            (json!({"type": "allowed_tools", "allowed_tools": {}}), "tool_choice.mode"),
+            (json!({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}), "tool_choice.tools[0].type"),
+            (json!({"type": "file_search"}), "tool_choice"),
+            (json!(1), "tool_choice"),
+        ] {
+            assert_eq!(read(choice).unwrap_err().body()["error"]["param"], param);
+        }
     }
 
     #[test]

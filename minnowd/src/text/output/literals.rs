@@ -23,6 +23,11 @@ impl Literals {
         Self { literals, held: String::new() }
     }
 
+    /// The literal with this index.
+    pub(super) fn literal(&self, index: usize) -> Option<&str> {
+        self.literals.get(index).map(String::as_str)
+    }
+
     /// Adds text and looks for the first literal. Text after a literal stays inside: push nothing more to go on.
     pub(super) fn push(&mut self, text: &str) -> Found {
         self.held.push_str(text);

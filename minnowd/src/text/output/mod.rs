@@ -13,7 +13,7 @@ use std::sync::Arc;
 use super::template::Dialect;
 use super::tokenizer::{Token, Tokenizer};
 use calls::{Calls, Marker, Part};
-use literals::Literals;
+use literals::{Found, Literals};
 use utf8::Utf8Stream;
 
 /// A piece of an answer. Pieces of one call are not mixed with others.
@@ -78,6 +78,8 @@ pub struct OutputText {
     calls: Calls,
     calls_max: Option<usize>,
     stops: Literals,
+    /// Index of the stop string that ended the output.
+    stopped_by: Option<usize>,
     end: Option<End>,
     is_finished: bool,
     text_tokens: usize,
@@ -97,6 +99,7 @@ impl OutputText {
             calls: Calls::default(),
             calls_max: None,
             stops: Literals::new(stops.iter().cloned()),
+            stopped_by: None,
             end: None,
             is_finished: false,
             text_tokens: 0,
@@ -191,6 +194,12 @@ impl OutputText {
     #[must_use]
     pub fn end(&self) -> Option<End> {
         self.end
+    }
+
+    /// The stop string that ended the output, if one has.
+    #[must_use]
+    pub fn stop_string(&self) -> Option<&str> {
+        self.stops.literal(self.stopped_by?)
     }
 
     /// Ids taken so far that are not control tokens.
@@ -299,10 +308,7 @@ impl OutputText {
             match part {
                 Part::Content(text) => {
                     let found = self.stops.push(&text);
-                    add_content(found.before, deltas);
-                    if found.literal.is_some() {
-                        self.end = Some(End::StopString);
-                    }
+                    self.shown(found, deltas);
                 }
                 Part::Begin { index, name } => {
                     self.flush_stops(deltas);
@@ -329,8 +335,13 @@ impl OutputText {
     /// No content follows that could belong to a stop string begun here.
     fn flush_stops(&mut self, deltas: &mut Vec<Delta>) {
         let found = self.stops.finish();
+        self.shown(found, deltas);
+    }
+
+    fn shown(&mut self, found: Found, deltas: &mut Vec<Delta>) {
         add_content(found.before, deltas);
         if found.literal.is_some() {
+            self.stopped_by = found.literal;
             self.end = Some(End::StopString);
         }
     }
