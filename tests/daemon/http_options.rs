@@ -360,7 +360,7 @@ fn real_answers_have_the_form_that_openapi_json_promises() {
         ("/v1/streams/lookup", "/v1/streams/lookup", json!({"conversation_ids": ["a"]})),
         ("/v1/chat/completions/control", "/v1/chat/completions/control", json!({"id": "a", "action": "reasoning_end"})),
     ];
-    let gets = ["/health", "/v1/models", "/props", "/slots", "/livez"].map(|path| (path, path.to_owned()));
+    let gets = ["/health", "/v1/models", "/slots", "/livez"].map(|path| (path, path.to_owned()));
     let one = [("/v1/models/{id}", format!("/v1/models/{id}")), ("/v1/models/{id}", "/v1/models/no".to_owned())];
     let mut answers: Vec<(String, Reply)> =
         posts.iter().map(|(route, path, body)| (format!("{}/post", escaped(route)), server.post(path, body))).collect();

