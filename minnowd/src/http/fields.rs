@@ -53,6 +53,12 @@ impl Fields {
         })
     }
 
+    /// Takes a string that must be there.
+    pub(crate) fn required_text(&mut self, name: &str) -> Result<String, ApiError> {
+        let value = self.required(name)?;
+        as_text(&self.path(name), value)
+    }
+
     /// Takes a boolean out.
     pub(crate) fn boolean(&mut self, name: &str) -> Result<Option<bool>, ApiError> {
         self.convert(name, |path, value| match value {

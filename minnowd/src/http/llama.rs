@@ -10,7 +10,8 @@ use serde_json::{Value, json};
 
 use super::App;
 use super::error::{ApiError, Code};
-use super::fields::{as_list, as_text, wrong_value};
+use super::fields::{as_list, wrong_value};
+use super::openai::tools::Naming;
 use super::openai::{self, Conversation, Tools};
 use super::request::{self, prepare};
 use crate::session::Session;
@@ -130,7 +131,7 @@ pub(crate) async fn slots(
 /// `POST /tokenize`
 pub(crate) async fn tokenize(State(app): State<App>, request: Request) -> Result<Json<Value>, ApiError> {
     let tokens = prepare(&app, request, |_, session, mut fields, _| {
-        let content = as_text("content", fields.required("content")?)?;
+        let content = fields.required_text("content")?;
         let with_pieces = fields.boolean("with_pieces")?.unwrap_or(false);
         // No token is ever added by itself, so there is nothing for this field to do.
         fields.boolean("add_special")?;
@@ -170,7 +171,7 @@ pub(crate) async fn detokenize(State(app): State<App>, request: Request) -> Resu
 pub(crate) async fn apply_template(State(app): State<App>, request: Request) -> Result<Json<Value>, ApiError> {
     let prompt = prepare(&app, request, |_, session, mut fields, _| {
         let messages = Conversation::read(&mut fields)?.messages;
-        let tools = Tools::read(&mut fields)?.definitions;
+        let tools = Tools::read(&mut fields, Naming::Nested)?.definitions;
         let kwargs = fields.map("chat_template_kwargs")?.unwrap_or_default();
         let add_generation_prompt = fields.boolean("add_generation_prompt")?.unwrap_or(true);
         openai::chat::render(session, ChatInput { messages, tools, kwargs, add_generation_prompt }, "messages")
@@ -182,7 +183,7 @@ pub(crate) async fn apply_template(State(app): State<App>, request: Request) -> 
 /// `POST /v1/chat/completions/control`: there is no reasoning block that could be ended.
 pub(crate) async fn control(State(app): State<App>, request: Request) -> Result<Response, ApiError> {
     prepare(&app, request, |_, _, mut fields, _| {
-        as_text("id", fields.required("id")?)?;
+        fields.required_text("id")?;
         let action = fields.required("action")?;
         if action != "reasoning_end" {
             return Err(wrong_value("action", &action, "must be \"reasoning_end\""));

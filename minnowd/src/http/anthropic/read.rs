@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use crate::config::Unsupported;
 use crate::http::error::{ApiError, Code};
-use crate::http::fields::{Fields, as_text, wrong_type, wrong_value};
+use crate::http::fields::{Fields, wrong_type, wrong_value};
 use crate::http::openai::chat::ChatRequest;
 use crate::http::openai::messages::{check_count, entries, not_text, read_text};
 use crate::http::openai::table::On;
@@ -41,7 +41,7 @@ fn read_conversation(fields: &mut Fields) -> Result<Conversation, ApiError> {
     }
     for message in entries("messages", fields.required("messages")?)? {
         let mut message = message?;
-        let role = string(&mut message, "role")?;
+        let role = message.required_text("role")?;
         if !["user", "assistant"].contains(&role.as_str()) {
             return Err(wrong_value(&message.path("role"), &json!(role), "must be user or assistant"));
         }
@@ -72,13 +72,13 @@ fn add_user(conversation: &mut Conversation, blocks: Vec<Fields>) -> Result<(), 
     let has_none = blocks.is_empty();
     let mut text: Option<String> = None;
     for mut block in blocks {
-        match kind(&mut block)?.as_str() {
-            "text" => text.get_or_insert_default().push_str(&string(&mut block, "text")?),
+        match block.required_text("type")?.as_str() {
+            "text" => text.get_or_insert_default().push_str(&block.required_text("text")?),
             "tool_result" => {
                 if let Some(text) = text.take() {
                     conversation.say("user", text);
                 }
-                let id = string(&mut block, "tool_use_id")?;
+                let id = block.required_text("tool_use_id")?;
                 let content = read_text(&mut block, "content", &INERT, &mut conversation.ignored)?;
                 // The model reads what went wrong in the text.
                 block.boolean("is_error")?;
@@ -98,10 +98,10 @@ fn add_assistant(conversation: &mut Conversation, blocks: Vec<Fields>) -> Result
     let mut text = String::new();
     let mut calls = Vec::new();
     for mut block in blocks {
-        match kind(&mut block)?.as_str() {
-            "text" => text.push_str(&string(&mut block, "text")?),
+        match block.required_text("type")?.as_str() {
+            "text" => text.push_str(&block.required_text("text")?),
             "tool_use" => {
-                let (id, name) = (string(&mut block, "id")?, string(&mut block, "name")?);
+                let (id, name) = (block.required_text("id")?, block.required_text("name")?);
                 let input = block.required("input")?;
                 if !input.is_object() {
                     return Err(wrong_type(&block.path("input"), "an object", &input));
@@ -120,14 +120,6 @@ fn add_assistant(conversation: &mut Conversation, blocks: Vec<Fields>) -> Result
         conversation.call(id, &name, arguments);
     }
     Ok(())
-}
-
-fn kind(block: &mut Fields) -> Result<String, ApiError> {
-    string(block, "type")
-}
-
-fn string(fields: &mut Fields, name: &str) -> Result<String, ApiError> {
-    as_text(&fields.path(name), fields.required(name)?)
 }
 
 /// The refusal of a block that has another kind than it must have.
@@ -171,12 +163,12 @@ fn read_tools(fields: &mut Fields, ignored: &mut Vec<String>) -> Result<Tools, A
 /// What is to be done, and whether an answer may hold several calls.
 fn read_choice(fields: &mut Fields, ignored: &mut Vec<String>) -> Result<(Choice, bool), ApiError> {
     let Some(mut choice) = fields.object("tool_choice")? else { return Ok((Choice::Auto, true)) };
-    let kind = string(&mut choice, "type")?;
+    let kind = choice.required_text("type")?;
     let made = match kind.as_str() {
         "auto" => Choice::Auto,
         "none" => Choice::None,
         "any" => Choice::Required,
-        "tool" => Choice::Named(string(&mut choice, "name")?),
+        "tool" => Choice::Named(choice.required_text("name")?),
         _ => return Err(wrong_value(&choice.path("type"), &json!(kind), "must be auto, any, tool or none")),
     };
     let is_alone = choice.boolean("disable_parallel_tool_use")?.unwrap_or(false);

@@ -8,6 +8,7 @@ use serde_json::{Map, Value, json};
 use super::form::Form;
 use super::table::On;
 use super::telling::teller;
+use super::tools::Naming;
 use super::{Conversation, Format, Settings, Shape, Tools};
 use crate::config::Unsupported;
 use crate::http::App;
@@ -71,7 +72,7 @@ impl ChatRequest {
     ) -> Result<(Self, Option<String>), ApiError> {
         let model = fields.text("model")?;
         let mut conversation = Conversation::read(&mut fields)?;
-        let tools = Tools::read(&mut fields)?;
+        let tools = Tools::read(&mut fields, Naming::Nested)?;
         let template_arguments = fields.map("chat_template_kwargs")?.unwrap_or_default();
         let format = Format::read(&mut fields)?;
         let mut settings = Settings::read(&mut fields, On::Chat, &session.default_options, unsupported)?;

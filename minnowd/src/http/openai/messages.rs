@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use serde_json::{Map, Value, json};
 
 use crate::http::error::{ApiError, Code};
-use crate::http::fields::{Fields, as_list, as_text, wrong_type, wrong_value};
+use crate::http::fields::{Fields, as_list, wrong_type, wrong_value};
 
 /// Messages of a request, and parts or calls of a message.
 const MESSAGES_MAX: usize = 8192;
@@ -93,7 +93,7 @@ impl Conversation {
     }
 
     fn add(&mut self, mut fields: Fields) -> Result<(), ApiError> {
-        let role = as_text(&fields.path("role"), fields.required("role")?)?;
+        let role = fields.required_text("role")?;
         let role = match role.as_str() {
             "developer" => "system",
             "system" | "user" | "assistant" | "tool" => role.as_str(),
@@ -127,7 +127,7 @@ impl Conversation {
         }
         if role == "tool" {
             let path = fields.path("tool_call_id");
-            let id = as_text(&path, fields.required("tool_call_id")?)?;
+            let id = fields.required_text("tool_call_id")?;
             self.close_call(&path, &id)?;
             message.insert("tool_call_id".to_owned(), json!(id));
         }
@@ -151,13 +151,13 @@ impl Conversation {
         check_count(&path, calls.len())?;
         let calls = calls.into_iter().enumerate().map(|(index, call)| {
             let mut fields = Fields::nested(format!("{path}[{index}]"), call)?;
-            let id = as_text(&fields.path("id"), fields.required("id")?)?;
+            let id = fields.required_text("id")?;
             if let Some(kind) = fields.text("type")?.filter(|kind| kind != "function") {
                 return Err(wrong_value(&fields.path("type"), &json!(kind), "must be \"function\""));
             }
             let mut function = Fields::nested(fields.path("function"), fields.required("function")?)?;
-            let name = as_text(&function.path("name"), function.required("name")?)?;
-            let arguments = as_text(&function.path("arguments"), function.required("arguments")?)?;
+            let name = function.required_text("name")?;
+            let arguments = function.required_text("arguments")?;
             // The index of streamed calls, which some clients send back.
             fields.take("index");
             self.ignored.extend(fields.rest());
@@ -197,11 +197,11 @@ pub(crate) fn read_text(
     let mut text = String::new();
     for (index, part) in parts.into_iter().enumerate() {
         let mut part = Fields::nested(format!("{path}[{index}]"), part)?;
-        let kind = as_text(&part.path("type"), part.required("type")?)?;
+        let kind = part.required_text("type")?;
         if !matches!(kind.as_str(), "text" | "input_text" | "output_text") {
             return Err(not_text(part.path("type"), &kind));
         }
-        text.push_str(&as_text(&part.path("text"), part.required("text")?)?);
+        text.push_str(&part.required_text("text")?);
         for name in inert {
             part.take(name);
         }

@@ -2,12 +2,12 @@
 
 use std::collections::HashSet;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::form;
 use crate::grammar;
 use crate::http::error::{ApiError, Code};
-use crate::http::fields::{Fields, as_list, as_text, wrong_type, wrong_value};
+use crate::http::fields::{Fields, as_list, wrong_type, wrong_value};
 
 /// Tools of a request, and bytes of their definitions together.
 const TOOLS_MAX: usize = 128;
@@ -48,12 +48,12 @@ pub(crate) struct Called<'a> {
     pub is_strict: bool,
 }
 
-/// How a tool is named in `tool_choice`.
+/// Where the members of a function stand, in `tools` and in `tool_choice`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Naming {
-    /// `{"type": "function", "function": {"name"}}`
+    /// `{"type": "function", "function": {"name", ...}}`
     Nested,
-    /// `{"type": "function", "name"}`
+    /// `{"type": "function", "name", ...}`
     Flat,
 }
 
@@ -74,11 +74,11 @@ pub(crate) enum Choice {
 impl Tools {
     /// Takes `tools`, `tool_choice` and `parallel_tool_calls` out. With [`Choice::None`] no definitions are left, with
     /// [`Choice::Named`] one, with [`Choice::Required`] at least one.
-    pub(crate) fn read(fields: &mut Fields) -> Result<Self, ApiError> {
-        let tools = fields.list("tools")?.unwrap_or_default();
-        let declared = tools.into_iter().enumerate().map(|(index, tool)| declared(format!("tools[{index}]"), tool));
+    pub(crate) fn read(fields: &mut Fields, naming: Naming) -> Result<Self, ApiError> {
+        let tools = fields.list("tools")?.unwrap_or_default().into_iter().enumerate();
+        let declared = tools.map(|(index, tool)| declared(format!("tools[{index}]"), tool, naming));
         let declared = declared.collect::<Result<_, _>>()?;
-        let (choice, allowed) = read_choice(fields, Naming::Nested)?;
+        let (choice, allowed) = read_choice(fields, naming)?;
         let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
         Self::of(declared, choice, allowed, parallel)
     }
@@ -177,16 +177,23 @@ fn name(definition: &Value) -> Option<&str> {
     definition["function"]["name"].as_str()
 }
 
-/// A tool as chat requests write it.
-fn declared(path: String, definition: Value) -> Result<Declared, ApiError> {
-    if !definition.is_object() {
-        return Err(wrong_type(&path, "an object", &definition));
+/// A tool as requests write it.
+fn declared(path: String, mut tool: Value, naming: Naming) -> Result<Declared, ApiError> {
+    if !tool.is_object() {
+        return Err(wrong_type(&path, "an object", &tool));
     }
-    let kind = member(format!("{path}.type"), &definition["type"])?;
+    let kind = member(format!("{path}.type"), &tool["type"])?;
     if kind != "function" {
         return Err(wrong_value(&format!("{path}.type"), kind, "must be \"function\""));
     }
-    let path = format!("{path}.function");
+    let (path, definition) = match naming {
+        Naming::Nested => (format!("{path}.function"), tool),
+        Naming::Flat => {
+            // What is left keeps its order: the template shows it.
+            tool.as_object_mut().and_then(|members| members.shift_remove("type"));
+            (path, json!({ "type": "function", "function": tool }))
+        }
+    };
     let function = member(path.clone(), &definition["function"])?;
     if !function.is_object() {
         return Err(wrong_type(&path, "an object", function));
@@ -253,7 +260,7 @@ fn check_function(tool: &Declared) -> Result<&str, ApiError> {
 }
 
 /// Takes `tool_choice` out: what is to be done, and the names of the tools that are allowed if these are narrowed.
-pub(crate) fn read_choice(fields: &mut Fields, naming: Naming) -> Result<(Choice, Option<Vec<String>>), ApiError> {
+fn read_choice(fields: &mut Fields, naming: Naming) -> Result<(Choice, Option<Vec<String>>), ApiError> {
     let Some(value) = fields.take("tool_choice") else { return Ok((Choice::Auto, None)) };
     let expected = match naming {
         Naming::Nested => {
@@ -309,20 +316,18 @@ fn read_allowed(mut fields: Fields, naming: Naming) -> Result<(Choice, Option<Ve
         if naming == Naming::Nested {
             tool = Fields::nested(tool.path("function"), tool.required("function")?)?;
         }
-        as_text(&tool.path("name"), tool.required("name")?)
+        tool.required_text("name")
     });
     Ok((choice, Some(names.collect::<Result<_, _>>()?)))
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::json;
-
     use super::*;
 
     fn read(value: Value) -> Result<Tools, ApiError> {
         let Value::Object(members) = value else { panic!("not an object") };
-        Tools::read(&mut Fields::new(members))
+        Tools::read(&mut Fields::new(members), Naming::Nested)
     }
 
     fn tool(name: &str) -> Value {

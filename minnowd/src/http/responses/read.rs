@@ -11,7 +11,7 @@ use crate::http::fields::{Fields, as_text, wrong_type, wrong_value};
 use crate::http::openai::chat::ChatRequest;
 use crate::http::openai::messages::{INERT, entries, read_text};
 use crate::http::openai::table::On;
-use crate::http::openai::tools::{Declared, Naming, read_choice};
+use crate::http::openai::tools::Naming;
 use crate::http::openai::{Conversation, Format, Limit, Settings, Tools};
 use crate::session::Session;
 
@@ -36,14 +36,9 @@ pub(super) fn read(
     let model = fields.text("model")?;
     let instructions = fields.text("instructions")?;
     let mut conversation = read_conversation(&mut fields, instructions.clone())?;
-    let listed = fields.list("tools")?.unwrap_or_default();
-    let tools_shown: Value = listed.iter().map(shown).collect();
-    let declared = listed.into_iter().enumerate().map(|(index, tool)| declared(format!("tools[{index}]"), tool));
-    let declared = declared.collect::<Result<_, _>>()?;
+    let tools_shown: Value = fields.peek("tools").and_then(Value::as_array).into_iter().flatten().map(shown).collect();
     let tool_choice = fields.peek("tool_choice").cloned().unwrap_or_else(|| json!("auto"));
-    let (choice, allowed) = read_choice(&mut fields, Naming::Flat)?;
-    let parallel = fields.boolean("parallel_tool_calls")?.unwrap_or(true);
-    let tools = Tools::of(declared, choice, allowed, parallel)?;
+    let tools = Tools::read(&mut fields, Naming::Flat)?;
     let mut format_shown = json!({ "type": "text" });
     let mut format = None;
     if let Some(mut text) = fields.object("text")? {
@@ -66,7 +61,7 @@ pub(super) fn read(
             Some(Limit::Tokens(tokens)) => Some(tokens),
             Some(Limit::Room) | None => None,
         },
-        parallel,
+        parallel: tools.parallel,
         format: format_shown,
         tool_choice,
         tools: tools_shown,
@@ -101,13 +96,12 @@ fn read_conversation(fields: &mut Fields, instructions: Option<String>) -> Resul
 
 fn add(conversation: &mut Conversation, mut item: Fields) -> Result<(), ApiError> {
     let kind = item.text("type")?.unwrap_or_else(|| "message".to_owned());
-    let string = |item: &mut Fields, name: &str| as_text(&item.path(name), item.required(name)?);
     let text = |item: &mut Fields, name: &str, ignored: &mut Vec<String>| {
-        read_text(item, name, &INERT, ignored)?.map_or_else(|| string(item, name), Ok)
+        read_text(item, name, &INERT, ignored)?.map_or_else(|| item.required_text(name), Ok)
     };
     match kind.as_str() {
         "message" => {
-            let role = string(&mut item, "role")?;
+            let role = item.required_text("role")?;
             let role = match role.as_str() {
                 "developer" => "system",
                 "system" | "user" | "assistant" => role.as_str(),
@@ -121,11 +115,11 @@ fn add(conversation: &mut Conversation, mut item: Fields) -> Result<(), ApiError
             item.take("phase");
         }
         "function_call" => {
-            let (id, name) = (string(&mut item, "call_id")?, string(&mut item, "name")?);
-            conversation.call(id, &name, string(&mut item, "arguments")?);
+            let (id, name) = (item.required_text("call_id")?, item.required_text("name")?);
+            conversation.call(id, &name, item.required_text("arguments")?);
         }
         "function_call_output" => {
-            let id = string(&mut item, "call_id")?;
+            let id = item.required_text("call_id")?;
             let output = text(&mut item, "output", &mut conversation.ignored)?;
             conversation.answer_call(&item.path("call_id"), &id, output)?;
         }
@@ -146,21 +140,6 @@ fn add(conversation: &mut Conversation, mut item: Fields) -> Result<(), ApiError
     }
     conversation.ignored.extend(item.rest());
     Ok(())
-}
-
-/// A tool, whose function's members stand beside its type here.
-fn declared(path: String, tool: Value) -> Result<Declared, ApiError> {
-    let Value::Object(mut function) = tool else { return Err(wrong_type(&path, "an object", &tool)) };
-    // What is left keeps its order: the template shows it.
-    match function.shift_remove("type") {
-        Some(kind) if kind == "function" => {}
-        None | Some(Value::Null) => {
-            let path = format!("{path}.type");
-            return Err(ApiError::new(Code::MissingParameter, format!("{path} is required")).at(path));
-        }
-        Some(kind) => return Err(wrong_value(&format!("{path}.type"), &kind, "must be \"function\"")),
-    }
-    Ok(Declared { definition: json!({ "type": "function", "function": function }), path, schema: "parameters" })
 }
 
 /// A tool as the answer repeats it.
@@ -260,11 +239,8 @@ mod tests {
 
     #[test]
     fn flat_tools_are_checked_at_their_own_paths() {
-        let tools = |tools: Value| {
-            let Value::Array(tools) = tools else { panic!("not a list") };
-            let all = tools.into_iter().enumerate().map(|(index, tool)| declared(format!("tools[{index}]"), tool));
-            Tools::of(all.collect::<Result<_, _>>()?, crate::http::openai::tools::Choice::Auto, None, true)
-        };
+        let tools =
+            |tools: Value| Tools::read(&mut Fields::new(Map::from_iter([("tools".to_owned(), tools)])), Naming::Flat);
         let flat = json!({"name": "f", "description": "d", "parameters": {"type": "object"}, "strict": true, "type": "function"});
         let read = tools(json!([flat])).unwrap();
         let nested = json!({"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}});
