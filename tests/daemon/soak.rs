@@ -78,9 +78,7 @@ fn text_in_dialect(reply: &Reply, is_stream: bool) -> Option<String> {
         let parts = answer.pointer("/output/0/content").or(answer.get("content"))?.as_array()?;
         return Some(join(&mut parts.iter().map(|part| &part["text"])));
     }
-    let data =
-        reply.text().split("\n\n").filter_map(|event| event.lines().find_map(|line| line.strip_prefix("data: ")));
-    let events: Vec<Value> = data.map(|event| serde_json::from_str(event).expect("JSON")).collect();
+    let events = reply.named_events();
     let ends = ["response.completed", "response.incomplete", "message_stop"];
     ends.contains(&events.last()?["type"].as_str()?).then_some(())?;
     let deltas = events.iter().filter_map(|event| event.get("delta"));

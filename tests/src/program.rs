@@ -303,10 +303,7 @@ impl Reply {
     /// If the stream has another form.
     #[must_use]
     pub fn named_events(&self) -> Vec<serde_json::Value> {
-        let text = self.text();
-        assert!(text.ends_with("\n\n"), "the stream does not end with a blank line");
-        let events = text.split("\n\n").filter(|event| !event.is_empty() && !event.starts_with(':'));
-        let named = events.map(|event| {
+        let named = self.frames().map(|event| {
             let (name, data) = event.split_once('\n').expect("two lines");
             let data = data.strip_prefix("data: ").expect("a data line");
             let data: serde_json::Value = serde_json::from_str(data).expect("JSON");
@@ -322,9 +319,13 @@ impl Reply {
     /// If the stream has another form.
     #[must_use]
     pub fn events(&self) -> Vec<String> {
+        self.frames().map(|event| event.strip_prefix("data: ").expect("a data line").to_owned()).collect()
+    }
+
+    /// What stands between the blank lines of an event stream, without comments.
+    fn frames(&self) -> impl Iterator<Item = &str> {
         let text = self.text();
         assert!(text.ends_with("\n\n"), "the stream does not end with a blank line");
-        let events = text.split("\n\n").filter(|event| !event.is_empty() && !event.starts_with(':'));
-        events.map(|event| event.strip_prefix("data: ").expect("a data line").to_owned()).collect()
+        text.split("\n\n").filter(|event| !event.is_empty() && !event.starts_with(':'))
     }
 }
