@@ -195,6 +195,21 @@ struct Routed {
     tiles_max: usize,
 }
 
+impl Routed {
+    /// What the experts' kernels read of it.
+    fn choices(&self) -> Choices {
+        Choices {
+            ids: Pointer::null(),
+            weights: Pointer::null(),
+            masks: Pointer::null(),
+            slot_rows: self.slot_rows.pointer(),
+            slot_parts: self.slot_parts.pointer(),
+            tiles: self.tiles.pointer(),
+            tile_count: self.tile_count.pointer(),
+        }
+    }
+}
+
 fn routed(device: &Device, ids: &[u32], k: usize, tile_rows: usize) -> Result<Routed, CudaError> {
     let mut order: Vec<usize> = (0..ids.len()).collect();
     order.sort_by_key(|&slot| (ids[slot], slot / k));
@@ -249,15 +264,7 @@ fn experts_are_the_oracles_in_every_format_and_the_same_for_few_slots_and_many()
             [(20, 32), (20, experts.tile_rows(ROWS * k, 1)), (ROWS, 32), (ROWS, experts.tile_rows(ROWS * k, 1))]
         {
             let routed = routed(&device, &ids[..rows * k], k, tile_rows)?;
-            let choices = Choices {
-                ids: Pointer::null(),
-                weights: Pointer::null(),
-                masks: Pointer::null(),
-                slot_rows: routed.slot_rows.pointer(),
-                slot_parts: routed.slot_parts.pointer(),
-                tiles: routed.tiles.pointer(),
-                tile_count: routed.tile_count.pointer(),
-            };
+            let choices = routed.choices();
             let slots = Slots { choices: &choices, tiles_max: routed.tiles_max, tile_rows, rows, experts_per_token: k };
             let act = poisoned::<bf16>(&device, rows * (k + 1) * inner);
             let parts = poisoned::<bf16>(&device, rows * (k + 1) * hidden);
@@ -319,15 +326,7 @@ fn experts_of_quantized_rows_are_the_oracles_to_the_bit() -> Result<(), CudaErro
         };
 
         let routed = routed(&device, &ids, k, Int8Experts::TILE_ROWS)?;
-        let choices = Choices {
-            ids: Pointer::null(),
-            weights: Pointer::null(),
-            masks: Pointer::null(),
-            slot_rows: routed.slot_rows.pointer(),
-            slot_parts: routed.slot_parts.pointer(),
-            tiles: routed.tiles.pointer(),
-            tile_count: routed.tile_count.pointer(),
-        };
+        let choices = routed.choices();
         let tile_rows = Int8Experts::TILE_ROWS;
         let (tiles_max, rows, experts_per_token) = (routed.tiles_max, ROWS, k);
         let slots = Slots { choices: &choices, tiles_max, tile_rows, rows, experts_per_token };

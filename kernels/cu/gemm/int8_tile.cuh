@@ -8,7 +8,7 @@
 //     byte 4 c + j is column 2 c + (0, 8, 1, 9)[j], c = 0 .. 3
 #pragma once
 
-#include "warp_tile.cuh"
+#include "tile.cuh"
 
 /// d += a * b of 16 x 32 by 32 x 8, exact.
 __device__ __forceinline__ void mma_16832(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -58,45 +58,12 @@ struct Int8Tile {
     static constexpr int BLOCKS = DEPTH / F::UNIT, PITCH = DEPTH + 16;
     static constexpr int WEIGHT_BYTES = BLOCKS * STRIPS * F::BYTES, STAGE_BYTES = WEIGHT_BYTES + COLS * PITCH;
     static constexpr int SHARED_BYTES = STAGES * STAGE_BYTES;
+    static_assert(STRIPS <= BAND);
 
     /// As `WarpTile`, which puts it where finish.cuh finds it.
     struct {
         float sum[SW][NT][4];
     } warp;
-
-    /// As `Tile::copy_weights`.
-    static __device__ __forceinline__ void copy_weights(uint8_t *shared, const uint8_t *w, int strips, int strip, int k,
-                                                        int index) {
-        constexpr int PIECES = STRIPS * F::BYTES / 16;
-        static_assert(STRIPS <= BAND);
-        const uint32_t to = shared_address(shared) + index % STAGES * STAGE_BYTES;
-        const int pieces = min(STRIPS, strips - strip) * (F::BYTES / 16);
-#pragma unroll
-        for (int part = 0; part < BLOCKS; ++part) {
-            const uint8_t *from = blocks_at<F>(w, strips, k / F::UNIT, strip, index * BLOCKS + part);
-#pragma unroll
-            for (int first = 0; first < PIECES; first += THREADS) {
-                const int piece = first + threadIdx.x;
-                if (piece < pieces) {
-                    copy_16(to + (part * PIECES + piece) * 16, from + piece * 16);
-                }
-            }
-        }
-    }
-
-    /// As `Tile::copy_tokens`.
-    static __device__ __forceinline__ void copy_rows(uint8_t *shared, const int8_t *codes, const uint32_t *rows, int count,
-                                                     int k, int index) {
-        constexpr int PIECES = DEPTH / 16;
-        const uint32_t to = shared_address(shared) + index % STAGES * STAGE_BYTES + WEIGHT_BYTES;
-#pragma unroll
-        for (int first = 0; first < COLS * PIECES; first += THREADS) {
-            const int piece = first + threadIdx.x, t = piece / PIECES, at = piece % PIECES;
-            if ((COLS * PIECES % THREADS == 0 || piece < COLS * PIECES) && t < count) {
-                copy_16(to + t * PITCH + at * 16, codes + size_t(rows[t]) * k + index * DEPTH + at * 16);
-            }
-        }
-    }
 
     /// As `Tile::run`.
     template <class READY>
@@ -106,7 +73,7 @@ struct Int8Tile {
 #pragma unroll
         for (int index = 0; index < STAGES - 1; ++index) {
             if (index < stages) {
-                copy_weights(shared, w, strips, strip, k, index);
+                copy_weights<Int8Tile>(shared, w, strips, strip, k, index);
             }
         }
         ready();
@@ -114,7 +81,7 @@ struct Int8Tile {
 #pragma unroll
         for (int index = 0; index < STAGES - 1; ++index) {
             if (index < stages) {
-                copy_rows(shared, x.codes, rows, count, k, index);
+                copy_rows<Int8Tile>(shared, x.codes, rows, count, k, index);
             }
             commit_copies();
         }
@@ -142,8 +109,8 @@ struct Int8Tile {
             wait_for_copies<STAGES - 2>();
             __syncthreads();
             if (index + STAGES - 1 < stages) {
-                copy_weights(shared, w, strips, strip, k, index + STAGES - 1);
-                copy_rows(shared, x.codes, rows, count, k, index + STAGES - 1);
+                copy_weights<Int8Tile>(shared, w, strips, strip, k, index + STAGES - 1);
+                copy_rows<Int8Tile>(shared, x.codes, rows, count, k, index + STAGES - 1);
             }
             commit_copies();
             const uint8_t *stage = shared + index % STAGES * STAGE_BYTES;

@@ -7,6 +7,43 @@
 
 #include "warp_tile.cuh"
 
+/// Begins copying stage `index` of the weights of `T`, a `Tile` or an `Int8Tile`: of `strips` in all, those from `strip` on.
+template <class T>
+__device__ __forceinline__ void copy_weights(uint8_t *shared, const uint8_t *w, int strips, int strip, int k,
+                                             int index) {
+    using F = typename T::F;
+    constexpr int STRIPS = T::STRIPS, ACROSS = STRIPS < BAND ? STRIPS : BAND, PIECES = ACROSS * F::BYTES / 16;
+    uint32_t to = shared_address(shared) + index % T::STAGES * T::STAGE_BYTES;
+#pragma unroll
+    for (int part = 0; part < T::BLOCKS * STRIPS / ACROSS; ++part) {
+        const int from_strip = strip + part % (STRIPS / ACROSS) * ACROSS, block = part / (STRIPS / ACROSS);
+        const int pieces = min(ACROSS, strips - from_strip) * (F::BYTES / 16);
+        const uint8_t *from = blocks_at<F>(w, strips, k / F::UNIT, from_strip, index * T::BLOCKS + block);
+#pragma unroll
+        for (int first = 0; first < PIECES; first += T::THREADS) {
+            const int piece = first + threadIdx.x;
+            if (piece < pieces) {
+                copy_16(to + (part * PIECES + piece) * 16, from + piece * 16);
+            }
+        }
+    }
+}
+
+/// Begins copying stage `index` of the rows: row `rows[t]` of `x` for each `t < count`.
+template <class T, class X>
+__device__ __forceinline__ void copy_rows(uint8_t *shared, const X *x, const uint32_t *rows, int count, int k,
+                                          int index) {
+    constexpr int COLUMNS = 16 / sizeof(X), PIECES = T::DEPTH / COLUMNS;
+    uint32_t to = shared_address(shared) + index % T::STAGES * T::STAGE_BYTES + T::WEIGHT_BYTES;
+#pragma unroll
+    for (int first = 0; first < T::COLS * PIECES; first += T::THREADS) {
+        int piece = first + threadIdx.x, t = piece / PIECES, at = piece % PIECES;
+        if ((T::COLS * PIECES % T::THREADS == 0 || piece < T::COLS * PIECES) && t < count) {
+            copy_16(to + t * T::PITCH + at * 16, x + size_t(rows[t]) * k + index * T::DEPTH + at * COLUMNS);
+        }
+    }
+}
+
 template <class FORMAT, int WM_, int WN_, int SW_, int NT_, int DEPTH_, int STAGES_>
 struct Tile {
     using F = FORMAT;
@@ -20,41 +57,7 @@ struct Tile {
 
     Warp warp;
 
-    /// Begins copying stage `index` of the weights: of `strips` in all, those from `strip` on.
-    static __device__ __forceinline__ void copy_weights(uint8_t *shared, const uint8_t *w, int strips, int strip, int k,
-                                                        int index) {
-        constexpr int ACROSS = STRIPS < BAND ? STRIPS : BAND, PIECES = ACROSS * F::BYTES / 16;
-        uint32_t to = shared_address(shared) + index % STAGES * STAGE_BYTES;
-#pragma unroll
-        for (int part = 0; part < BLOCKS * STRIPS / ACROSS; ++part) {
-            const int from_strip = strip + part % (STRIPS / ACROSS) * ACROSS, block = part / (STRIPS / ACROSS);
-            const int pieces = min(ACROSS, strips - from_strip) * (F::BYTES / 16);
-            const uint8_t *from = blocks_at<F>(w, strips, k / F::UNIT, from_strip, index * BLOCKS + block);
-#pragma unroll
-            for (int first = 0; first < PIECES; first += THREADS) {
-                const int piece = first + threadIdx.x;
-                if (piece < pieces) {
-                    copy_16(to + (part * PIECES + piece) * 16, from + piece * 16);
-                }
-            }
-        }
-    }
-
-    /// Begins copying stage `index` of the tokens: row `rows[t]` of `x` for each `t < count`.
-    static __device__ __forceinline__ void copy_tokens(uint8_t *shared, const bf16 *x, const uint32_t *rows, int count,
-                                                       int k, int index) {
-        constexpr int PIECES = DEPTH / 8;
-        uint32_t to = shared_address(shared) + index % STAGES * STAGE_BYTES + WEIGHT_BYTES;
-#pragma unroll
-        for (int first = 0; first < COLS * PIECES; first += THREADS) {
-            int piece = first + threadIdx.x, t = piece / PIECES, at = piece % PIECES;
-            if ((COLS * PIECES % THREADS == 0 || piece < COLS * PIECES) && t < count) {
-                copy_16(to + t * PITCH + at * 16, x + size_t(rows[t]) * k + index * DEPTH + at * 8);
-            }
-        }
-    }
-
-    /// The whole product. `x`, `rows`, `count` as in `copy_tokens`; `rows` is in shared memory, and `ready` fills it
+    /// The whole product. `x`, `rows`, `count` as in `copy_rows`; `rows` is in shared memory, and `ready` fills it
     /// after it has waited for whatever the tokens depend on: weights are on their way before that.
     template <class READY>
     __device__ __forceinline__ void run(uint8_t *shared, const uint8_t *w, int strips, int strip,
@@ -63,7 +66,7 @@ struct Tile {
 #pragma unroll
         for (int index = 0; index < STAGES - 1; ++index) {
             if (index < stages) {
-                copy_weights(shared, w, strips, strip, k, index);
+                copy_weights<Tile>(shared, w, strips, strip, k, index);
             }
         }
         ready();
@@ -71,7 +74,7 @@ struct Tile {
 #pragma unroll
         for (int index = 0; index < STAGES - 1; ++index) {
             if (index < stages) {
-                copy_tokens(shared, x, rows, count, k, index);
+                copy_rows<Tile>(shared, x, rows, count, k, index);
             }
             commit_copies();
         }
@@ -81,8 +84,8 @@ struct Tile {
             wait_for_copies<STAGES - 2>();
             __syncthreads();
             if (index + STAGES - 1 < stages) {
-                copy_weights(shared, w, strips, strip, k, index + STAGES - 1);
-                copy_tokens(shared, x, rows, count, k, index + STAGES - 1);
+                copy_weights<Tile>(shared, w, strips, strip, k, index + STAGES - 1);
+                copy_rows<Tile>(shared, x, rows, count, k, index + STAGES - 1);
             }
             commit_copies();
             const uint8_t *stage = shared + index % STAGES * STAGE_BYTES;

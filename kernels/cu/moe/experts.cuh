@@ -37,6 +37,22 @@ struct Count {
     static constexpr int VALUE = N;
 };
 
+/// Calls `with(Count<NT>{})` for the narrowest tile of 8 NT slots that has room for `count`: of up to 32, or else of `NT_MAX`.
+template <int NT_MAX, class WITH>
+__device__ __forceinline__ void with_room_for(int count, WITH with) {
+    if (count <= 8) {
+        with(Count<1>{});
+    } else if (count <= 16) {
+        with(Count<2>{});
+    } else if (count <= 24) {
+        with(Count<3>{});
+    } else if (NT_MAX <= 4 || count <= 32) {
+        with(Count<4>{});
+    } else {
+        with(Count<NT_MAX>{});
+    }
+}
+
 /// Columns of a stage, so that stages are about as large for every format.
 template <class F>
 constexpr int DEPTH_OF = F::CODE_BYTES_A_COLUMN > 16 ? 64 : 128;
@@ -54,8 +70,9 @@ struct Fitting {
 
 /// The tile of `T::ROWS` weight rows from strip `strip` on and `count` tokens. `rows[t]` (shared memory) are rows of `x`
 /// and `targets[t]` those of `out` once `ready` was called. `n`: weight rows; `out` has n / 2 columns after SwiGLU.
-template <class T, Projection PROJECTION, class READY>
-__device__ __forceinline__ void expert_tile(uint8_t *shared, bf16 *out, const bf16 *x, const uint8_t *w, float upper_scale,
+/// `T`: a `Tile`, or an `Int8Tile` with `QuantizedRows` for `x`.
+template <class T, Projection PROJECTION, class X, class READY>
+__device__ __forceinline__ void expert_tile(uint8_t *shared, bf16 *out, X x, const uint8_t *w, float upper_scale,
                                             float lower_scale, int strip, int count, int n, int k, const uint32_t *rows,
                                             const uint32_t *targets, READY ready) {
     T tile;
@@ -109,7 +126,7 @@ __device__ __forceinline__ void experts(bf16 *out, const bf16 *x, Weights w, con
         const int each = PROJECTION == GATE_UP ? 2 : 1;
         upper_scale = w.scales[slots_of.x * each] * F::FACTOR, lower_scale = w.scales[slots_of.x * each + each - 1] * F::FACTOR;
     }
-    auto with = [&](auto nt) {
+    with_room_for<NT_MAX>(count, [&](auto nt) {
         using T = typename TILES<decltype(nt)::VALUE>::Type;
         expert_tile<T, PROJECTION>(shared, out, x, w.data + slots_of.x * w.bytes, upper_scale, lower_scale, strip, count, n,
                                    k, row_of, target_of, [&] {
@@ -122,16 +139,5 @@ __device__ __forceinline__ void experts(bf16 *out, const bf16 *x, Weights w, con
                 allow_kernel_behind();
             }
         });
-    };
-    if (count <= 8) {
-        with(Count<1>{});
-    } else if (count <= 16) {
-        with(Count<2>{});
-    } else if (count <= 24) {
-        with(Count<3>{});
-    } else if (NT_MAX <= 4 || count <= 32) {
-        with(Count<4>{});
-    } else {
-        with(Count<NT_MAX>{});
-    }
+    });
 }

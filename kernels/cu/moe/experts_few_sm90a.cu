@@ -80,22 +80,13 @@ __device__ __forceinline__ void few(bf16 *out, const bf16 *x, Weights w, const u
         const int each = PROJECTION == GATE_UP ? 2 : 1;
         upper_scale = w.scales[slots_of.x * each] * F::FACTOR, lower_scale = w.scales[slots_of.x * each + each - 1] * F::FACTOR;
     }
-    auto with = [&](auto nt) {
+    with_room_for<4>(count, [&](auto nt) {
         using T = typename Bulk<F, decltype(nt)::VALUE, CARRIERS>::Type;
         bulk_tile<T, PROJECTION>(
             shared, out, x, w.data + slots_of.x * w.bytes, upper_scale, lower_scale, block % across * T::STRIPS, count, n, k,
             [&](int t) { return PROJECTION == GATE_UP ? routes.slot_rows[first + t] : first + t; },
             [&](int t) { return PROJECTION == GATE_UP ? first + t : routes.slot_parts[first + t]; });
-    };
-    if (count <= 8) {
-        with(Count<1>{});
-    } else if (count <= 16) {
-        with(Count<2>{});
-    } else if (count <= 24) {
-        with(Count<3>{});
-    } else {
-        with(Count<4>{});
-    }
+    });
 }
 
 }  // namespace

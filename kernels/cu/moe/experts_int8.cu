@@ -36,33 +36,16 @@ __device__ __forceinline__ void experts(bf16 *out, QuantizedRows x, Weights w, R
     }
     const uint4 slots_of = routes.tiles[blockIdx.x / across];
     const int first = slots_of.y, count = slots_of.z, strip = blockIdx.x % across * (ROWS / 16);
-    auto with = [&](auto nt) {
+    with_room_for<4>(count, [&](auto nt) {
         using T = typename OfSlots<F, decltype(nt)::VALUE>::Type;
-        T tile;
-        tile.run(shared, w.data + slots_of.x * w.bytes, (n + 15) / 16, strip, x, row_of, count, k, [&] {
+        expert_tile<T, PROJECTION>(shared, out, x, w.data + slots_of.x * w.bytes, 1.0f, 1.0f, strip, count, n, k, row_of,
+                                   target_of, [&] {
             for (int t = threadIdx.x; t < count; t += T::THREADS) {
                 row_of[t] = PROJECTION == GATE_UP ? routes.slot_rows[first + t] : first + t;
                 target_of[t] = PROJECTION == GATE_UP ? first + t : routes.slot_parts[first + t];
             }
         });
-        constexpr int WIDTH = PROJECTION == GATE_UP ? T::ROWS / 2 : T::ROWS;
-        static_assert(OutTile<WIDTH>::PITCH * 2 * T::COLS <= T::SHARED_BYTES);
-        OutTile<WIDTH> values{reinterpret_cast<bf16 *>(shared)};
-        put_tile<PROJECTION == GATE_UP>(values, tile);
-        __syncthreads();
-        const int columns = PROJECTION == GATE_UP ? n / 2 : n, column = strip * 16 / (PROJECTION == GATE_UP ? 2 : 1);
-        values.template store<T::THREADS>(out + column, columns, count, columns - column,
-                                          [&](int token) { return target_of[token]; });
-    };
-    if (count <= 8) {
-        with(Count<1>{});
-    } else if (count <= 16) {
-        with(Count<2>{});
-    } else if (count <= 24) {
-        with(Count<3>{});
-    } else {
-        with(Count<4>{});
-    }
+    });
 }
 
 template <int G>

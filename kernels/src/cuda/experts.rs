@@ -151,10 +151,10 @@ impl Experts {
         slots: &Slots<'_>,
     ) -> Result<(), CudaError> {
         let beside = shared.filter(|_| self.takes_shared_beside(slots));
-        // SAFETY: the caller's promise; the shared expert's part of `act` is behind the slots'.
+        // SAFETY: the caller's promise.
         unsafe {
             if let (Some(shared), None) = (shared, beside) {
-                self.linear.gate_up(act.add(slots.count() * weights.rows / 2), x, shared, slots.rows)?;
+                shared_gate_up(&self.linear, act, x, weights, shared, slots)?;
             }
             self.project(Projection::GateUp, act, x, weights, beside, slots, 0)
         }
@@ -175,14 +175,11 @@ impl Experts {
         stride: usize,
     ) -> Result<(), CudaError> {
         let beside = shared.filter(|_| self.takes_shared_beside(slots));
-        // SAFETY: the caller's promise; the shared expert's rows of `parts` are each row's last.
+        // SAFETY: the caller's promise.
         unsafe {
             self.project(Projection::Down, parts, act, weights, beside, slots, stride)?;
             match (shared, beside) {
-                (Some(shared), None) => {
-                    let (n, act) = (weights.rows, act.add(slots.count() * weights.cols));
-                    self.linear.bf16_apart(parts.add((stride - 1) * n), act, shared, slots.rows, stride * n)
-                }
+                (Some(shared), None) => shared_down(&self.linear, parts, act, weights, shared, slots, stride),
                 _ => Ok(()),
             }
         }
@@ -221,30 +218,61 @@ impl Experts {
         let shared_data = beside.map_or(Pointer::null(), |shared| shared.data);
         let numbers = [weights.rows, weights.cols, slots.rows, slots.count(), stride, shared_blocks];
         let numbers = numbers.map(|number| number as i32);
-        let choices = slots.choices;
         let (out, x, data, scales) =
             (argument(&out), argument(&x), argument(&weights.data), argument(&weights.global_scales));
-        let tiles = [
-            argument(&choices.tiles),
-            argument(&choices.tile_count),
-            argument(&choices.slot_rows),
-            argument(&choices.slot_parts),
-        ];
+        let routes = slots.choices.routes();
         let (bytes, shared_data) = (argument(&bytes), argument(&shared_data));
         let number = |index: usize| argument(&numbers[index]);
         // SAFETY: the parameters of the sources; the kernels wait; the rest is the caller's promise.
         unsafe {
             if !wide {
-                let [a, b, c, d] = tiles;
+                let [a, b, c, d] = routes;
                 let [n, k, rows, count, stride, blocks] = std::array::from_fn(number);
                 with.kernel.launch(
                     shape,
                     &[out, x, data, bytes, scales, shared_data, a, b, c, d, n, k, rows, count, stride, blocks],
                 )
             } else {
-                let [a, b, c, d] = tiles;
+                let [a, b, c, d] = routes;
                 with.kernel.launch(shape, &[out, x, data, bytes, scales, a, b, c, d, number(0), number(1)])
             }
         }
+    }
+}
+
+/// The first product of the shared expert by itself, into the part of `act` behind the slots'.
+///
+/// # Safety
+/// As [`Experts::gate_up`].
+pub(super) unsafe fn shared_gate_up(
+    linear: &Linear,
+    act: Pointer<bf16>,
+    x: Pointer<bf16>,
+    weights: &Strips,
+    shared: &Strips,
+    slots: &Slots<'_>,
+) -> Result<(), CudaError> {
+    // SAFETY: the caller's promise.
+    unsafe { linear.gate_up(act.add(slots.count() * weights.rows / 2), x, shared, slots.rows) }
+}
+
+/// The second product of the shared expert by itself, into each row's last part.
+///
+/// # Safety
+/// As [`Experts::down`].
+pub(super) unsafe fn shared_down(
+    linear: &Linear,
+    parts: Pointer<bf16>,
+    act: Pointer<bf16>,
+    weights: &Strips,
+    shared: &Strips,
+    slots: &Slots<'_>,
+    stride: usize,
+) -> Result<(), CudaError> {
+    let n = weights.rows;
+    // SAFETY: the caller's promise.
+    unsafe {
+        let act = act.add(slots.count() * weights.cols);
+        linear.bf16_apart(parts.add((stride - 1) * n), act, shared, slots.rows, stride * n)
     }
 }

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use half::bf16;
 
 use super::device::{CudaError, Device, Kernel, LaunchShape, Pointer, argument};
-use super::experts::Slots;
+use super::experts::{Slots, shared_down, shared_gate_up};
 use super::linear::Linear;
 use super::strips::{Format, Strips};
 
@@ -87,12 +87,12 @@ impl Int8Experts {
         scratch: QuantizedRows,
     ) -> Result<(), CudaError> {
         let of = self.of(weights)?;
-        // SAFETY: the caller's promise; the shared expert's part of `act` is behind the slots'.
+        // SAFETY: the caller's promise.
         unsafe {
             self.quantize(of, scratch, x, slots.rows, weights.cols)?;
             self.project(&of.gate_up, act, scratch, weights, slots)?;
             match shared {
-                Some(shared) => self.linear.gate_up(act.add(slots.count() * weights.rows / 2), x, shared, slots.rows),
+                Some(shared) => shared_gate_up(&self.linear, act, x, weights, shared, slots),
                 None => Ok(()),
             }
         }
@@ -114,15 +114,12 @@ impl Int8Experts {
         scratch: QuantizedRows,
     ) -> Result<(), CudaError> {
         let of = self.of(weights)?;
-        // SAFETY: the caller's promise; the shared expert's rows of `parts` are each row's last.
+        // SAFETY: the caller's promise.
         unsafe {
             self.quantize(of, scratch, act, slots.count(), weights.cols)?;
             self.project(&of.down, parts, scratch, weights, slots)?;
             match shared {
-                Some(shared) => {
-                    let (n, act) = (weights.rows, act.add(slots.count() * weights.cols));
-                    self.linear.bf16_apart(parts.add((stride - 1) * n), act, shared, slots.rows, stride * n)
-                }
+                Some(shared) => shared_down(&self.linear, parts, act, weights, shared, slots, stride),
                 None => Ok(()),
             }
         }
@@ -166,7 +163,7 @@ impl Int8Experts {
         let blocks = weights.rows.div_ceil(ROWS) * slots.tiles_max;
         let shape = LaunchShape::new([blocks as u32, 1, 1], THREADS).shared(SHARED_BYTES).overlapping();
         let bytes = weights.format.matrix_bytes(weights.rows, weights.cols) as u64;
-        let choices = slots.choices;
+        let [tiles, tile_count, slot_rows, slot_parts] = slots.choices.routes();
         // SAFETY: the parameters of the source; the kernel waits; the rest is the caller's promise.
         unsafe {
             kernel.launch(
@@ -177,10 +174,10 @@ impl Int8Experts {
                     argument(&x.scales),
                     argument(&weights.data),
                     argument(&bytes),
-                    argument(&choices.tiles),
-                    argument(&choices.tile_count),
-                    argument(&choices.slot_rows),
-                    argument(&choices.slot_parts),
+                    tiles,
+                    tile_count,
+                    slot_rows,
+                    slot_parts,
                     argument(&(weights.rows as i32)),
                     argument(&(weights.cols as i32)),
                 ],

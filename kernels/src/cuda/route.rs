@@ -2,7 +2,7 @@
 
 use minnow_common::{BLOCK, Routing};
 
-use super::device::{CudaError, Device, Kernel, LaunchShape, Pointer, argument};
+use super::device::{Argument, CudaError, Device, Kernel, LaunchShape, Pointer, argument};
 use crate::ops::RouterRules;
 
 /// A thread for each expert.
@@ -35,6 +35,13 @@ pub struct Choices {
     pub tiles: Pointer<[u32; 4]>,
     /// How many tiles there are.
     pub tile_count: Pointer<u32>,
+}
+
+impl Choices {
+    /// `Routes` of the experts' kernels, member by member.
+    pub(super) fn routes(&self) -> [Argument<'_>; 4] {
+        [argument(&self.tiles), argument(&self.tile_count), argument(&self.slot_rows), argument(&self.slot_parts)]
+    }
 }
 
 /// Tiles there can be at most: every expert may have one that is not full, and no more experts are used than slots.
