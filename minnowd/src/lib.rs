@@ -3,6 +3,7 @@
 //! Data flows downwards: `http` turns requests into jobs, the `engine` runs them on a `model` backend with a `decoder`
 //! per block, and `text` turns committed tokens back into text.
 
+pub mod arenas;
 pub mod cache;
 pub mod cli;
 pub mod commands;
