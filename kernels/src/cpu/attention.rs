@@ -9,11 +9,13 @@ use rayon::prelude::*;
 
 use super::Isa;
 use super::isa::Kernel;
+use super::kept::with_kept;
 use super::kv::KvBlock;
 use super::lanes::{LANES, Lanes};
-use super::products::{RowIds, Rows, products};
+use super::products::{Packed, products};
 #[cfg(target_arch = "x86_64")]
 use super::tiles;
+use crate::codec::STRIP;
 use crate::ops::{Heads, Page};
 
 /// Attention of the last `rows / 32` blocks of a sequence, whose keys and values lie in `pages`, one page a block.
@@ -52,19 +54,14 @@ fn attention_of_rows(isa: Isa, out: &mut [f32], q: &[f32], q_stride: usize, page
     let earlier_pages = pages.len() - blocks;
     // [blocks, query heads, 32, dim]
     let mut by_head = vec![0.0; out.len()];
-    by_head.par_chunks_mut(BLOCK * heads.dim).enumerate().for_each_init(
-        || vec![0.0; BLOCK * BLOCK],
-        |scores, (task, out)| {
-            let (block, head) = (task / heads.query, task % heads.query);
-            let q = Rows {
-                x: &q[block * BLOCK * q_stride..][..BLOCK * q_stride],
-                width: heads.dim,
-                ids: RowIds::Every { first: head, step: q_stride / heads.dim, count: BLOCK },
-            };
-            let kv_head = head / (heads.query / heads.kv);
-            isa.run(HeadOfBlock { out, q, pages: &pages[..=earlier_pages + block], kv_head, scores });
-        },
-    );
+    by_head.par_chunks_mut(BLOCK * heads.dim).enumerate().for_each(|(task, out)| {
+        let (block, head) = (task / heads.query, task % heads.query);
+        let q = &q[block * BLOCK * q_stride..][..BLOCK * q_stride];
+        with_kept!(Scratch, |scratch| {
+            let (pages, kv_head) = (&pages[..=earlier_pages + block], head / (heads.query / heads.kv));
+            isa.run(HeadOfBlock { out, q, q_stride, head, dim: heads.dim, pages, kv_head, scratch });
+        });
+    });
     for (block, out) in out.chunks_exact_mut(BLOCK * row_len).enumerate() {
         for (index, out) in out.chunks_exact_mut(heads.dim).enumerate() {
             let (row, head) = (index / heads.query, index % heads.query);
@@ -77,13 +74,25 @@ fn attention_of_rows(isa: Isa, out: &mut [f32], q: &[f32], q_stride: usize, page
 const QUERY_VECTORS: usize = BLOCK / LANES;
 const _: () = assert!(BLOCK.is_multiple_of(LANES));
 
-/// One head of one block of queries: `out: [32, dim]`, `q`: 32 rows of `dim`, `scores: [32 keys, 32 queries]` scratch.
+#[derive(Default)]
+struct Scratch {
+    q: Packed,
+    /// Of one page.
+    keys: Packed,
+    /// Of all keys with all queries.
+    scores: Vec<[f32; BLOCK]>,
+}
+
+/// One head of one block of queries: `out: [32, dim]`, `q: [32, q_stride]`.
 struct HeadOfBlock<'a> {
     out: &'a mut [f32],
-    q: Rows<'a>,
+    q: &'a [f32],
+    q_stride: usize,
+    head: usize,
+    dim: usize,
     pages: &'a [Page<'a>],
     kv_head: usize,
-    scores: &'a mut [f32],
+    scratch: &'a mut Scratch,
 }
 
 impl Kernel for HeadOfBlock<'_> {
@@ -91,8 +100,10 @@ impl Kernel for HeadOfBlock<'_> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let Self { out, q, pages, kv_head, scores } = self;
-        let dim = q.width;
+        let Self { out, q, q_stride, head, dim, pages, kv_head, scratch } = self;
+        let Scratch { q: packed, keys, scores } = scratch;
+        packed.set(lanes, q.chunks_exact(q_stride).map(|row| &row[head * dim..][..dim]), dim);
+        scores.resize(BLOCK, [0.0; BLOCK]);
         let page_rows = kv_head * BLOCK * dim..(kv_head + 1) * BLOCK * dim;
         let scale = lanes.splat((1.0 / (dim as f64).sqrt()) as f32);
         // Of the 32 queries, by lane: the largest score so far, and the sum of exp(score - largest).
@@ -100,7 +111,11 @@ impl Kernel for HeadOfBlock<'_> {
         let mut total = [lanes.splat(0.0); QUERY_VECTORS];
         out.fill(0.0);
         for page in pages {
-            products(lanes, scores, q, &page.keys[page_rows.clone()]);
+            keys.set(lanes, page.keys[page_rows.clone()].chunks_exact(dim), dim);
+            for (strip, queries) in packed.view().groups().enumerate() {
+                products(lanes, scores, strip * STRIP, keys.view(), queries);
+            }
+            let scores = scores.as_flattened_mut();
             let mut shrink = [0.0; BLOCK];
             let (shrink_vectors, _) = shrink.as_chunks_mut::<LANES>();
             for vector in 0..QUERY_VECTORS {

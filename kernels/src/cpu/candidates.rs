@@ -10,9 +10,10 @@ use rayon::prelude::*;
 
 use super::Isa;
 use super::isa::Kernel;
+use super::kept::with_kept;
 use super::lanes::{LANES, Lanes};
-use super::linear::StripProducts;
-use super::products::Rows;
+use super::linear::{BlockScratch, FEATURES};
+use super::products::Packed;
 #[cfg(target_arch = "x86_64")]
 use super::tiles::{self, HeadInput};
 use crate::codec::STRIP;
@@ -52,12 +53,12 @@ pub fn head_candidates(isa: Isa, out: &mut [[Candidate; CANDIDATES]], x: &[f32],
     let mut pieces = vec![Piece::default(); head.rows().div_ceil(PIECE) * rows];
     let source = PieceSource::new(isa, x, head);
     pieces.par_chunks_mut(rows).enumerate().for_each_init(
-        || (vec![0.0; PIECE * rows], vec![0.0; PIECE * rows]),
-        |(logits, scratch), (piece, out)| {
+        || vec![0.0; PIECE * rows],
+        |logits, (piece, out)| {
             let first_token = piece * PIECE;
             let tokens = PIECE.min(head.rows() - first_token);
             let logits = &mut logits[..tokens * rows];
-            source.logits(logits, tokens, first_token, scratch);
+            source.logits(logits, tokens, first_token);
             for (logits, out) in logits.chunks_exact(tokens).zip(out) {
                 *out = isa.run(PieceOfRow { logits, first_token });
             }
@@ -72,7 +73,7 @@ pub fn head_candidates(isa: Isa, out: &mut [[Candidate; CANDIDATES]], x: &[f32],
 enum PieceSource<'a> {
     F32 {
         isa: Isa,
-        x: Rows<'a>,
+        x: Packed,
         head: &'a WeightMatrix<'a>,
     },
     #[cfg(target_arch = "x86_64")]
@@ -80,29 +81,26 @@ enum PieceSource<'a> {
 }
 
 impl<'a> PieceSource<'a> {
-    fn new(isa: Isa, x: &'a [f32], head: &'a WeightMatrix<'a>) -> Self {
+    fn new(isa: Isa, x: &[f32], head: &'a WeightMatrix<'a>) -> Self {
         #[cfg(target_arch = "x86_64")]
         if tiles::takes(isa, head) {
             return Self::Bf16(HeadInput::new(isa, x, head), head);
         }
-        Self::F32 { isa, x: Rows::all(x, head.cols()), head }
+        Self::F32 { isa, x: Packed::all(isa, x, head.cols()), head }
     }
 
-    /// Logits of `tokens` tokens from `first_token` on: `out: [rows, tokens]`; `scratch` is as large.
-    fn logits(&self, out: &mut [f32], tokens: usize, first_token: usize, scratch: &mut [f32]) {
+    /// Logits of `tokens` tokens from `first_token` on: `out: [rows, tokens]`.
+    fn logits(&self, out: &mut [f32], tokens: usize, first_token: usize) {
         match self {
             Self::F32 { isa, x, head } => {
-                let rows = x.count();
-                let by_token = &mut scratch[..tokens * rows];
-                let mut buffer = vec![0.0; STRIP * head.cols()];
-                for (strip, out) in by_token.chunks_mut(STRIP * rows).enumerate() {
-                    let first_row = first_token + strip * STRIP;
-                    isa.run(StripProducts { out, x: *x, w: head, first_row, buffer: &mut buffer });
-                }
-                for (row, out) in out.chunks_exact_mut(tokens).enumerate() {
-                    for (token, logit) in out.iter_mut().enumerate() {
-                        *logit = by_token[token * rows + row];
-                    }
+                for token in (0..tokens).step_by(FEATURES) {
+                    with_kept!(BlockScratch, |scratch| {
+                        let products = scratch.products(*isa, x.view(), head, first_token + token);
+                        for (products, out) in products.iter().zip(out.chunks_exact_mut(tokens)) {
+                            let out = &mut out[token..tokens.min(token + FEATURES)];
+                            out.copy_from_slice(&products[..out.len()]);
+                        }
+                    });
                 }
             }
             #[cfg(target_arch = "x86_64")]

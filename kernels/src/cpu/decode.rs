@@ -5,6 +5,7 @@ use minnow_common::{Encoding, FloatType};
 use super::Isa;
 use super::isa::Kernel;
 use super::lanes::{LANES, Lanes};
+use super::products::Step;
 use crate::codec::{STRIP, e4m3};
 use crate::matrix::WeightMatrix;
 
@@ -30,19 +31,46 @@ impl Kernel for DecodeStrip<'_> {
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        decode_strip(lanes, self.matrix, self.first_row, self.out);
+        decode_strip(lanes, self.matrix, self.first_row, RowMajor { values: self.out, cols: self.matrix.cols() });
     }
 }
 
-/// Decodes the strip that starts at `first_row`, a multiple of eight, into `out: [rows, cols]`; eight rows, or what is
-/// left of the matrix.
+/// Where the values of a strip go.
+pub(super) trait Place {
+    /// Keeps sixteen columns of a row, or as many as there are.
+    fn keep<L: Lanes>(&mut self, lanes: L, values: L::Vector, row: usize, vector: usize);
+}
+
+/// `[rows, cols]`
+struct RowMajor<'a> {
+    values: &'a mut [f32],
+    cols: usize,
+}
+
+impl Place for RowMajor<'_> {
+    #[inline(always)]
+    fn keep<L: Lanes>(&mut self, lanes: L, values: L::Vector, row: usize, vector: usize) {
+        let first = vector * LANES;
+        lanes.store_part(values, &mut self.values[row * self.cols..][first..self.cols.min(first + LANES)]);
+    }
+}
+
+/// As products read them.
+impl Place for &mut [Step] {
+    #[inline(always)]
+    fn keep<L: Lanes>(&mut self, lanes: L, values: L::Vector, row: usize, vector: usize) {
+        lanes.store(values, &mut self[vector].0[row]);
+    }
+}
+
+/// Decodes the strip that starts at `first_row`, a multiple of eight: eight rows, or what is left of the matrix.
 #[inline(always)]
-pub(super) fn decode_strip<L: Lanes>(lanes: L, matrix: &WeightMatrix<'_>, first_row: usize, out: &mut [f32]) {
+pub(super) fn decode_strip<L: Lanes>(lanes: L, matrix: &WeightMatrix<'_>, first_row: usize, out: impl Place) {
     let cols = matrix.cols();
     assert!(first_row.is_multiple_of(STRIP) && first_row < matrix.rows(), "no strip starts at row {first_row}");
     let rows = STRIP.min(matrix.rows() - first_row);
-    assert_eq!(out.len(), rows * cols, "the strip at {first_row} has {rows} rows of {cols}");
     let strip = Strip {
+        rows,
         cols,
         group: matrix.group(),
         data: run_of(matrix.data(), matrix.rows(), first_row, rows),
@@ -60,6 +88,7 @@ pub(super) fn decode_strip<L: Lanes>(lanes: L, matrix: &WeightMatrix<'_>, first_
 
 /// Rows that are one run of `data` and one of `scales`, see [`STRIP`].
 struct Strip<'a> {
+    rows: usize,
     cols: usize,
     group: usize,
     data: &'a [u8],
@@ -73,24 +102,35 @@ fn run_of(region: &[u8], all_rows: usize, first_row: usize, count: usize) -> &[u
 }
 
 #[inline(always)]
-fn floats<L: Lanes>(lanes: L, strip: &Strip<'_>, float: FloatType, out: &mut [f32]) {
-    // Whole strips are one run of elements, so only the end of the strip may be less than a vector.
-    let (vectors, rest) = out.as_chunks_mut::<LANES>();
-    let (bytes, bytes_rest) = strip.data.split_at(vectors.len() * LANES * float.bytes());
-    match float {
-        FloatType::Bf16 => {
-            for (bytes, out) in bytes.as_chunks::<{ 2 * LANES }>().0.iter().zip(vectors) {
-                lanes.store(lanes.bf16(bytes), out);
+fn floats<L: Lanes>(lanes: L, strip: &Strip<'_>, float: FloatType, mut out: impl Place) {
+    let vectors = strip.cols / LANES;
+    for (row, bytes) in strip.data.chunks_exact(strip.cols * float.bytes()).enumerate() {
+        match float {
+            FloatType::Bf16 => {
+                for (vector, bytes) in bytes.as_chunks::<{ 2 * LANES }>().0.iter().enumerate() {
+                    out.keep(lanes, lanes.bf16(bytes), row, vector);
+                }
+            }
+            FloatType::F16 => {
+                for (vector, bytes) in bytes.as_chunks::<{ 2 * LANES }>().0.iter().enumerate() {
+                    out.keep(lanes, lanes.f16(bytes), row, vector);
+                }
+            }
+            FloatType::F32 => {
+                for (vector, bytes) in bytes.as_chunks::<{ 4 * LANES }>().0.iter().enumerate() {
+                    let mut values = [0.0; LANES];
+                    float.widen(bytes, &mut values);
+                    out.keep(lanes, lanes.load(&values), row, vector);
+                }
             }
         }
-        FloatType::F16 => {
-            for (bytes, out) in bytes.as_chunks::<{ 2 * LANES }>().0.iter().zip(vectors) {
-                lanes.store(lanes.f16(bytes), out);
-            }
+        let rest = strip.cols - vectors * LANES;
+        if rest > 0 {
+            let mut values = [0.0; LANES];
+            float.widen(&bytes[vectors * LANES * float.bytes()..], &mut values[..rest]);
+            out.keep(lanes, lanes.load(&values), row, vectors);
         }
-        FloatType::F32 => float.widen(bytes, vectors.as_flattened_mut()),
     }
-    float.widen(bytes_rest, rest);
 }
 
 /// How sixteen integers lie in `BYTES` bytes. A trait and no closure, for closures escape [`Kernel`]'s inlining.
@@ -131,32 +171,32 @@ impl Codes<8> for I4 {
 
 /// Sixteen codes are `BYTES` neighbours, row after row.
 #[inline(always)]
-fn row_major<L: Lanes, C: Codes<BYTES>, const BYTES: usize>(lanes: L, strip: &Strip<'_>, out: &mut [f32]) {
+fn row_major<L: Lanes, C: Codes<BYTES>, const BYTES: usize>(lanes: L, strip: &Strip<'_>, mut out: impl Place) {
     let vectors_a_group = strip.group / LANES;
-    let groups = strip.data.as_chunks::<BYTES>().0.chunks_exact(vectors_a_group);
-    let out = out.as_chunks_mut::<LANES>().0.chunks_exact_mut(vectors_a_group);
-    for ((data, scale), out) in groups.zip(strip.scales.as_chunks::<2>().0).zip(out) {
-        let scale = lanes.splat(half::f16::from_le_bytes(*scale).to_f32());
-        for (data, out) in data.iter().zip(out) {
-            lanes.store(lanes.mul(C::row_major(lanes, data), scale), out);
+    let groups_a_row = strip.cols / strip.group;
+    let mut groups =
+        strip.data.as_chunks::<BYTES>().0.chunks_exact(vectors_a_group).zip(strip.scales.as_chunks::<2>().0);
+    for row in 0..strip.rows {
+        for (group, (data, scale)) in groups.by_ref().take(groups_a_row).enumerate() {
+            let scale = lanes.splat(half::f16::from_le_bytes(*scale).to_f32());
+            for (data, vector) in data.iter().zip(group * vectors_a_group..) {
+                out.keep(lanes, lanes.mul(C::row_major(lanes, data), scale), row, vector);
+            }
         }
     }
 }
 
 /// Tiles of eight rows and sixteen columns; a row of a tile is `BYTES` neighbours, its columns shuffled.
 #[inline(always)]
-fn mma<L: Lanes, C: Codes<BYTES>, const BYTES: usize>(lanes: L, strip: &Strip<'_>, out: &mut [f32]) {
-    let out = out.as_chunks_mut::<LANES>().0;
-    let vectors_a_row = strip.cols / LANES;
+fn mma<L: Lanes, C: Codes<BYTES>, const BYTES: usize>(lanes: L, strip: &Strip<'_>, mut out: impl Place) {
     let tiles_a_group = strip.group / LANES;
     let tiles = strip.data.as_chunks::<BYTES>().0.as_chunks::<STRIP>().0;
     let scales = strip.scales.as_chunks::<2>().0.as_chunks::<STRIP>().0;
     for (group, (tiles, scales)) in tiles.chunks_exact(tiles_a_group).zip(scales).enumerate() {
         for row in 0..STRIP {
             let scale = lanes.splat(half::f16::from_le_bytes(scales[row]).to_f32());
-            let out = &mut out[row * vectors_a_row + group * tiles_a_group..][..tiles_a_group];
-            for (tile, out) in tiles.iter().zip(out) {
-                lanes.store(lanes.mul(C::mma(lanes, &tile[row]), scale), out);
+            for (tile, vector) in tiles.iter().zip(group * tiles_a_group..) {
+                out.keep(lanes, lanes.mul(C::mma(lanes, &tile[row]), scale), row, vector);
             }
         }
     }
@@ -164,21 +204,19 @@ fn mma<L: Lanes, C: Codes<BYTES>, const BYTES: usize>(lanes: L, strip: &Strip<'_
 
 /// Tiles of eight rows and 64 columns: two registers, each with 32 columns of each row in order.
 #[inline(always)]
-fn nvfp4<L: Lanes>(lanes: L, strip: &Strip<'_>, global_scale: f32, out: &mut [f32]) {
+fn nvfp4<L: Lanes>(lanes: L, strip: &Strip<'_>, global_scale: f32, mut out: impl Place) {
     const VECTORS_A_TILE: usize = 64 / LANES;
-    let out = out.as_chunks_mut::<LANES>().0;
-    let vectors_a_row = strip.cols / LANES;
     let global_scale = lanes.splat(global_scale);
     // [tile][register][row][half]: sixteen codes, thus one scale, in eight bytes.
     let tiles = strip.data.as_chunks::<8>().0.as_chunks::<2>().0.as_chunks::<STRIP>().0.as_chunks::<2>().0;
     let scales = strip.scales.as_chunks::<VECTORS_A_TILE>().0.as_chunks::<STRIP>().0;
-    for (index, (registers, scales)) in tiles.iter().zip(scales).enumerate() {
+    for (tile, (registers, scales)) in tiles.iter().zip(scales).enumerate() {
         for row in 0..STRIP {
-            let out = &mut out[row * vectors_a_row + index * VECTORS_A_TILE..][..VECTORS_A_TILE];
-            for (vector, out) in out.iter_mut().enumerate() {
+            for vector in 0..VECTORS_A_TILE {
                 let codes = lanes.e2m1(u64::from_le_bytes(registers[vector / 2][row][vector % 2]));
                 let scale = lanes.splat(e4m3(scales[row][vector]));
-                lanes.store(lanes.mul(lanes.mul(codes, scale), global_scale), out);
+                let values = lanes.mul(lanes.mul(codes, scale), global_scale);
+                out.keep(lanes, values, row, tile * VECTORS_A_TILE + vector);
             }
         }
     }

@@ -5,14 +5,15 @@ use std::ops::Range;
 use rayon::prelude::*;
 
 use super::Isa;
+use super::columns::{ColumnBlock, column_blocks};
 use super::elementwise::{swiglu, swiglu_in_place};
 use super::isa::Kernel;
+use super::kept::with_kept;
 use super::lanes::Lanes;
-use super::linear::{StripProducts, linear, transpose};
-use super::products::{RowIds, Rows};
+use super::linear::{BlockProducts, FEATURES, linear};
+use super::products::{Packed, Step};
 #[cfg(target_arch = "x86_64")]
 use super::tiles::{self, Activations};
-use crate::codec::STRIP;
 use crate::matrix::WeightMatrix;
 
 /// The three matrices of a feed-forward part.
@@ -66,32 +67,37 @@ pub fn experts<'a>(
         out.fill(0.0);
         return tiles::experts(isa, out, x, weights, hidden, &uses.experts, Activations::Rounded);
     }
-    let gated = gated(isa, x, hidden, &uses);
-    let mut transposed = vec![0.0; out.len()];
-    transposed.par_chunks_mut(STRIP * rows).enumerate().for_each_init(
-        || (vec![0.0; STRIP * uses.inner], vec![0.0; STRIP * ids.len()]),
-        |(buffer, products), (strip, out)| {
-            let strip_rows = out.len() / rows;
-            // products: for each expert in use, [strip's rows, its rows of x]
-            for used in &uses.experts {
-                let x = Rows::all(&gated[used.places(uses.inner)], uses.inner);
-                let products = &mut products[used.places(strip_rows)];
-                let (w, first_row) = (&used.expert.down, strip * STRIP);
-                isa.run(StripProducts { out: products, x, w, first_row, buffer });
+    let gated = gated(isa, x, &uses);
+    let pack = |used: &Used<'_>| Packed::all(isa, &gated[used.places(uses.inner)], uses.inner);
+    let packed: Vec<Packed> = uses.experts.par_iter().map(pack).collect();
+    column_blocks(out, hidden, FEATURES).into_par_iter().enumerate().for_each(|(block, mut columns)| {
+        with_kept!(DownScratch, |DownScratch { weights: of_block, products }: &mut DownScratch| {
+            // For each expert in use, its rows.
+            products.resize(ids.len(), [0.0; FEATURES]);
+            for (used, x) in uses.experts.iter().zip(&packed) {
+                let (out, w) = (&mut products[used.places(1)], &used.expert.down);
+                isa.run(BlockProducts { out, x: x.view(), w, first: block * FEATURES, weights: of_block });
             }
-            for (index, out) in out.iter_mut().enumerate() {
-                let (strip_row, row) = (index / rows, index % rows);
-                *out = 0.0;
-                let places = uses.places[row * slots..][..slots].iter();
-                for (place, weight) in places.zip(&weights[row * slots..][..slots]) {
-                    let used = &uses.experts[place.used];
-                    let at = used.places(strip_rows).start + strip_row * used.rows.len() + place.index;
-                    *out += weight * products[at];
+            for (row, (places, weights)) in uses.places.chunks_exact(slots).zip(weights.chunks_exact(slots)).enumerate()
+            {
+                let mut sums = [0.0; FEATURES];
+                for (place, weight) in places.iter().zip(weights) {
+                    let products = &products[uses.experts[place.used].rows_before + place.index];
+                    for (sum, product) in sums.iter_mut().zip(products) {
+                        *sum += weight * product;
+                    }
                 }
+                let out = columns.row_mut(row);
+                out.copy_from_slice(&sums[..out.len()]);
             }
-        },
-    );
-    transpose(out, &transposed, hidden);
+        });
+    });
+}
+
+#[derive(Default)]
+struct DownScratch {
+    weights: Vec<Step>,
+    products: Vec<[f32; FEATURES]>,
 }
 
 /// [`experts`] with activations of eight bits: what enters a projection is quantized, and what leaves it rounded to
@@ -195,52 +201,66 @@ impl Used<'_> {
     }
 }
 
+/// Features of gate and up that a task computes: enough that packing its rows costs little beside it.
+const GATE_FEATURES: usize = 64;
+const _: () = assert!(GATE_FEATURES.is_multiple_of(FEATURES));
+
 /// `silu(gate(x)) * up(x)` of every use: for each expert in use, `[its rows, inner]`.
-fn gated(isa: Isa, x: &[f32], hidden: usize, uses: &Uses<'_>) -> Vec<f32> {
-    let len = uses.places.len() * uses.inner;
-    // For each expert in use, [inner, its rows], a task for each strip of eight rows of its matrices.
-    let mut transposed = vec![0.0; len];
+fn gated(isa: Isa, x: &[f32], uses: &Uses<'_>) -> Vec<f32> {
+    let mut gated = vec![0.0; uses.places.len() * uses.inner];
     let mut tasks = Vec::new();
-    let mut rest = &mut transposed[..];
+    let mut rest = &mut gated[..];
     for used in &uses.experts {
         let (of_expert, others) = rest.split_at_mut(used.places(uses.inner).len());
         rest = others;
-        tasks.extend(of_expert.chunks_mut(STRIP * used.rows.len()).enumerate().map(|(strip, out)| (used, strip, out)));
+        let blocks = column_blocks(of_expert, uses.inner, GATE_FEATURES).into_iter().enumerate();
+        tasks.extend(blocks.map(|(block, out)| (used, block * GATE_FEATURES, out)));
     }
-    tasks.into_par_iter().for_each_init(
-        || (vec![0.0; STRIP * hidden], Vec::new()),
-        |(buffer, up), (used, strip, gate)| {
-            let x = Rows { x, width: hidden, ids: RowIds::Listed(&used.rows) };
-            up.resize(gate.len(), 0.0);
-            isa.run(GatedStrip { gate, up, x, expert: &used.expert, first_row: strip * STRIP, buffer });
-        },
-    );
-    let mut gated = vec![0.0; len];
-    for used in &uses.experts {
-        let places = used.places(uses.inner);
-        transpose(&mut gated[places.clone()], &transposed[places], uses.inner);
-    }
+    tasks.into_par_iter().for_each(|(used, first, out)| {
+        with_kept!(GateScratch, |scratch| isa.run(GateTask { out, x, used, first, scratch }));
+    });
     gated
 }
 
-/// A strip of both projections and their product, into `gate: [strip's rows, rows of x]`; `up`, `buffer` are scratch.
-struct GatedStrip<'a> {
-    gate: &'a mut [f32],
-    up: &'a mut [f32],
-    x: Rows<'a>,
-    expert: &'a Expert<'a>,
-    first_row: usize,
-    buffer: &'a mut [f32],
+#[derive(Default)]
+struct GateScratch {
+    x: Packed,
+    weights: Vec<Step>,
+    gate: Vec<[f32; FEATURES]>,
+    up: Vec<[f32; FEATURES]>,
 }
 
-impl Kernel for GatedStrip<'_> {
+/// Some features of both projections and their product, of all rows of an expert.
+struct GateTask<'a> {
+    /// From `first` on.
+    out: ColumnBlock<'a>,
+    x: &'a [f32],
+    used: &'a Used<'a>,
+    first: usize,
+    scratch: &'a mut GateScratch,
+}
+
+impl Kernel for GateTask<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let Self { gate, up, x, expert, first_row, buffer } = self;
-        StripProducts { out: gate, x, w: &expert.gate, first_row, buffer }.run(lanes);
-        StripProducts { out: up, x, w: &expert.up, first_row, buffer }.run(lanes);
-        swiglu_in_place(lanes, gate, up);
+        let Self { mut out, x, used, first, scratch: GateScratch { x: packed, weights, gate, up } } = self;
+        let Expert { gate: gate_of, up: up_of, .. } = &used.expert;
+        let hidden = gate_of.cols();
+        packed.set(lanes, used.rows.iter().map(|&row| &x[row as usize * hidden..][..hidden]), hidden);
+        let x = packed.view();
+        gate.resize(x.rows(), [0.0; FEATURES]);
+        up.resize(x.rows(), [0.0; FEATURES]);
+        for feature in (first..gate_of.rows().min(first + GATE_FEATURES)).step_by(FEATURES) {
+            BlockProducts { out: gate, x, w: gate_of, first: feature, weights }.run(lanes);
+            BlockProducts { out: up, x, w: up_of, first: feature, weights }.run(lanes);
+            swiglu_in_place(lanes, gate.as_flattened_mut(), up.as_flattened());
+            for (row, gated) in gate.iter().enumerate() {
+                let out = &mut out.row_mut(row)[feature - first..];
+                let width = out.len().min(FEATURES);
+                out[..width].copy_from_slice(&gated[..width]);
+            }
+        }
     }
 }

@@ -3,10 +3,12 @@
 use rayon::prelude::*;
 
 use super::Isa;
+use super::columns::column_blocks;
 use super::decode::decode_strip;
 use super::isa::Kernel;
-use super::lanes::Lanes;
-use super::products::{Rows, products};
+use super::kept::with_kept;
+use super::lanes::{LANES, Lanes};
+use super::products::{GROUP, Packed, PackedView, Step, products};
 #[cfg(target_arch = "x86_64")]
 use super::tiles;
 use crate::codec::STRIP;
@@ -35,56 +37,72 @@ pub fn linear_f32(isa: Isa, out: &mut [f32], x: &[f32], w: &WeightMatrix<'_>) {
     if rows == 0 {
         return;
     }
-    let mut transposed = vec![0.0; out.len()];
-    linear_transposed(isa, &mut transposed, x, w);
-    transpose(out, &transposed, w.rows());
+    let packed = Packed::all(isa, x, w.cols());
+    column_blocks(out, w.rows(), FEATURES).into_par_iter().enumerate().for_each(|(block, mut columns)| {
+        with_kept!(BlockScratch, |scratch| {
+            let products = scratch.products(isa, packed.view(), w, block * FEATURES);
+            for (row, products) in products.iter().enumerate() {
+                let out = columns.row_mut(row);
+                out.copy_from_slice(&products[..out.len()]);
+            }
+        });
+    });
 }
 
-/// [`linear`] into `out: [w.rows, rows]`. There is at least one row.
-pub(super) fn linear_transposed(isa: Isa, out: &mut [f32], x: &[f32], w: &WeightMatrix<'_>) {
-    let rows = out.len() / w.rows();
-    out.par_chunks_mut(STRIP * rows).enumerate().for_each_init(
-        || vec![0.0; STRIP * w.cols()],
-        |buffer, (strip, out)| {
-            isa.run(StripProducts { out, x: Rows::all(x, w.cols()), w, first_row: strip * STRIP, buffer });
-        },
-    );
+/// Features that a task decodes and multiplies: while they are in the second cache, rows of `x` pass through it once.
+pub(super) const FEATURES: usize = 4 * STRIP;
+/// Groups of rows that are multiplied with all these features before the next.
+const GROUPS: usize = 4;
+
+/// Memory for a block of weights and its products.
+#[derive(Default)]
+pub(super) struct BlockScratch {
+    weights: Vec<Step>,
+    products: Vec<[f32; FEATURES]>,
 }
 
-/// Products of rows of `x` with a strip of `w`: `out: [strip's rows, rows of x]`. `buffer: [8, w.cols]` is scratch.
-pub(super) struct StripProducts<'a> {
-    pub(super) out: &'a mut [f32],
-    pub(super) x: Rows<'a>,
+impl BlockScratch {
+    /// [`BlockProducts`] for all rows of `x`.
+    pub(super) fn products(
+        &mut self,
+        isa: Isa,
+        x: PackedView<'_>,
+        w: &WeightMatrix<'_>,
+        first: usize,
+    ) -> &[[f32; FEATURES]] {
+        let Self { weights, products } = self;
+        products.resize(x.rows(), [0.0; FEATURES]);
+        isa.run(BlockProducts { out: products, x, w, first, weights });
+        products
+    }
+}
+
+/// Products of rows of `x` with the features of `w` from `first` on, which are decoded into `weights`: `out: [rows of x]`.
+/// Where `w` has fewer features, the rest of `out` is anything.
+pub(super) struct BlockProducts<'a> {
+    pub(super) out: &'a mut [[f32; FEATURES]],
+    pub(super) x: PackedView<'a>,
     pub(super) w: &'a WeightMatrix<'a>,
-    pub(super) first_row: usize,
-    pub(super) buffer: &'a mut [f32],
+    pub(super) first: usize,
+    pub(super) weights: &'a mut Vec<Step>,
 }
 
-impl Kernel for StripProducts<'_> {
+impl Kernel for BlockProducts<'_> {
     type Output = ();
 
     #[inline(always)]
     fn run<L: Lanes>(self, lanes: L) {
-        let strip_rows = self.out.len() / self.x.count();
-        let weights = &mut self.buffer[..strip_rows * self.w.cols()];
-        decode_strip(lanes, self.w, self.first_row, weights);
-        products(lanes, self.out, self.x, weights);
-    }
-}
-
-/// Copies `source: [n, rows]` to `out: [rows, n]`.
-pub(super) fn transpose(out: &mut [f32], source: &[f32], n: usize) {
-    /// Square pieces of this edge stay in the nearest cache.
-    const EDGE: usize = 32;
-    let rows = source.len() / n;
-    out.par_chunks_mut(EDGE * n).enumerate().for_each(|(piece, out)| {
-        let first_row = piece * EDGE;
-        for first_col in (0..n).step_by(EDGE) {
-            for (row, out) in (first_row..).zip(out.chunks_exact_mut(n)) {
-                for col in first_col..n.min(first_col + EDGE) {
-                    out[col] = source[col * rows + row];
-                }
+        let Self { out, x, w, first, weights } = self;
+        let steps = w.cols().div_ceil(LANES);
+        let strips = FEATURES.min(w.rows() - first).div_ceil(STRIP);
+        weights.resize(strips * steps, Step::ZERO);
+        for (strip, weights) in weights.chunks_exact_mut(steps).enumerate() {
+            decode_strip(lanes, w, first + strip * STRIP, weights);
+        }
+        for (part, out) in out.chunks_mut(GROUPS * GROUP).enumerate() {
+            for (strip, weights) in weights.chunks_exact(steps).enumerate() {
+                products(lanes, out, strip * STRIP, x.part(part * GROUPS, GROUPS), weights);
             }
         }
-    });
+    }
 }

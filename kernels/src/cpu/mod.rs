@@ -21,6 +21,7 @@ mod elementwise;
 mod experts;
 mod heads;
 mod isa;
+mod kept;
 mod kv;
 mod lanes;
 mod linear;

@@ -1,184 +1,264 @@
-//! The one inner loop: products of rows of `x` with a few rows of f32 weights.
+//! The one inner loop: products of rows of `x` with a strip of f32 weights.
 //!
-//! A register tile keeps one vector of sixteen partial sums for each of its products while it walks along the columns.
-//! What a product comes to depends on its two rows only, never on the tile it is computed in.
+//! A product is sixteen partial sums, each over every sixteenth column, added up by [`Lanes::sum`]. What it comes to
+//! depends on its two rows only, never on the tile it is computed in. Both sides lie in memory as the loop reads them:
+//! one run, from a cache line's border on. Rows of a matrix are a power of two apart, which would put all of them into
+//! the same few places of the nearest cache.
 
-use std::ops::Range;
+use rayon::prelude::*;
 
+use super::Isa;
+use super::isa::Kernel;
 use super::lanes::{LANES, Lanes, Tile};
 use crate::codec::STRIP;
 
-/// Rows of an `x: [_, width]` that take part, in order.
+/// Rows of `x` that lie side by side.
+pub(super) const GROUP: usize = STRIP;
+/// Steps that are taken together for a few groups: their part of the weights stays in the nearest cache meanwhile.
+const PANEL: usize = 32;
+/// Groups that share a panel. Their sums are on the stack.
+const TOGETHER: usize = 4;
+
+/// Sixteen columns of each of eight rows.
 #[derive(Clone, Copy)]
-pub(super) struct Rows<'a> {
-    /// `[_, width]`
-    pub(super) x: &'a [f32],
-    pub(super) width: usize,
-    pub(super) ids: RowIds<'a>,
+#[repr(C, align(64))]
+pub(crate) struct Step(pub(super) [[f32; LANES]; STRIP]);
+
+impl Step {
+    pub(super) const ZERO: Self = Self([[0.0; LANES]; STRIP]);
 }
 
-/// Which rows.
-#[derive(Clone, Copy)]
-pub(super) enum RowIds<'a> {
-    /// `count` rows, `step` apart, from `first` on.
-    Every { first: usize, step: usize, count: usize },
-    /// These.
-    Listed(&'a [u32]),
+/// Rows of `x`: `[groups of eight][steps]`, zero beyond the last column, anything beyond the last row.
+#[derive(Default)]
+pub(super) struct Packed {
+    steps: Vec<Step>,
+    rows: usize,
+    /// Steps of a row.
+    width: usize,
 }
 
-impl<'a> Rows<'a> {
-    /// All rows of `x`.
-    pub(super) fn all(x: &'a [f32], width: usize) -> Self {
-        Self { x, width, ids: RowIds::Every { first: 0, step: 1, count: x.len() / width } }
+impl Packed {
+    /// All rows of `x: [_, cols]`, for kernels of `isa`. Parallel over groups.
+    pub(super) fn all(isa: Isa, x: &[f32], cols: usize) -> Self {
+        let (rows, width) = (x.len() / cols, cols.div_ceil(LANES));
+        let mut steps = vec![Step::ZERO; rows.div_ceil(GROUP) * width];
+        steps
+            .par_chunks_exact_mut(width)
+            .zip(x.par_chunks(GROUP * cols))
+            .for_each(|(group, x)| isa.run(PackGroup { group, rows: x.chunks_exact(cols) }));
+        Self { steps, rows, width }
     }
 
-    pub(super) fn count(&self) -> usize {
-        match self.ids {
-            RowIds::Every { count, .. } => count,
-            RowIds::Listed(ids) => ids.len(),
-        }
-    }
-
+    /// Takes `rows` of `cols` columns each, in the memory of those it held.
     #[inline(always)]
-    fn row(&self, index: usize) -> &'a [f32] {
-        let id = match self.ids {
-            RowIds::Every { first, step, .. } => first + index * step,
-            RowIds::Listed(ids) => ids[index] as usize,
-        };
-        &self.x[id * self.width..][..self.width]
-    }
-}
-
-/// Columns that are taken together for all rows of a strip and a group: their rows of `x` and of weights stay in the
-/// nearest cache while every tile walks over them.
-const PANEL: usize = 512;
-const _: () = assert!(PANEL.is_multiple_of(LANES));
-
-/// Rows of `x` that share a panel.
-const GROUP: usize = 8;
-
-/// The partial sums of a strip of weights with a group of rows: `[weights' rows][x's rows]`.
-type Sums<L> = [[<L as Lanes>::Vector; GROUP]; STRIP];
-
-/// `out[n, r] = sum over k of x[r, k] * weights[n, k]`, for `weights: [_, width]` and `out: [weights' rows, x's rows]`.
-#[inline(always)]
-pub(super) fn products<L: Lanes>(lanes: L, out: &mut [f32], x: Rows<'_>, weights: &[f32]) {
-    let (rows, width) = (x.count(), x.width);
-    for (weights, out) in weights.chunks(STRIP * width).zip(out.chunks_mut(STRIP * rows)) {
-        for first_row in (0..rows).step_by(GROUP) {
-            let group = first_row..rows.min(first_row + GROUP);
-            let mut sums: Sums<L> = [[lanes.splat(0.0); GROUP]; STRIP];
-            for first_col in (0..width).step_by(PANEL) {
-                let panel = Panel { x, weights, group: group.clone(), cols: first_col..width.min(first_col + PANEL) };
-                match L::TILE {
-                    Tile::FourByFour => panel.add::<L, 4, 4>(lanes, &mut sums),
-                    Tile::TwoByTwo => panel.add::<L, 2, 2>(lanes, &mut sums),
-                }
-            }
-            for (sums, out) in sums.iter().zip(out.chunks_exact_mut(rows)) {
-                for (sum, out) in sums.iter().zip(&mut out[group.clone()]) {
-                    *out = lanes.sum(*sum);
-                }
-            }
-        }
-    }
-}
-
-/// Some columns of a strip of weights and of a group of rows of `x`.
-struct Panel<'a> {
-    x: Rows<'a>,
-    /// Up to eight rows.
-    weights: &'a [f32],
-    /// Up to eight rows.
-    group: Range<usize>,
-    cols: Range<usize>,
-}
-
-impl Panel<'_> {
-    /// Adds its products to `sums`, in tiles of `R` rows of `x` and `N` of weights, and smaller ones for the rest.
-    #[inline(always)]
-    fn add<L: Lanes, const R: usize, const N: usize>(&self, lanes: L, sums: &mut Sums<L>) {
-        let weight_rows = self.weights.len() / self.x.width;
-        let mut n = 0;
-        while n + N <= weight_rows {
-            self.add_rows::<L, R, N>(lanes, sums, n);
-            n += N;
-        }
-        while n < weight_rows {
-            self.add_rows::<L, R, 1>(lanes, sums, n);
-            n += 1;
-        }
-    }
-
-    /// [`Self::add`] for `N` rows of weights from row `n` on.
-    #[inline(always)]
-    fn add_rows<L: Lanes, const R: usize, const N: usize>(&self, lanes: L, sums: &mut Sums<L>, n: usize) {
-        let mut r = 0;
-        while r + R <= self.group.len() {
-            self.add_tile::<L, R, N>(lanes, sums, r, n);
-            r += R;
-        }
-        if R > 2 && r + 2 <= self.group.len() {
-            self.add_tile::<L, 2, N>(lanes, sums, r, n);
-            r += 2;
-        }
-        if r < self.group.len() {
-            self.add_tile::<L, 1, N>(lanes, sums, r, n);
-        }
-    }
-
-    #[inline(always)]
-    fn add_tile<L: Lanes, const R: usize, const N: usize>(
-        &self,
+    pub(super) fn set<'a, L: Lanes>(
+        &mut self,
         lanes: L,
-        all_sums: &mut Sums<L>,
-        first_r: usize,
-        first_n: usize,
+        mut rows: impl ExactSizeIterator<Item = &'a [f32]>,
+        cols: usize,
     ) {
-        let whole = self.cols.len() / LANES;
-        let mut x_rows = [(&[][..], &[][..]); R];
-        for (r, chunks) in x_rows.iter_mut().enumerate() {
-            let row = self.x.row(self.group.start + first_r + r);
-            let (vectors, rest) = row[self.cols.clone()].as_chunks::<LANES>();
-            *chunks = (&vectors[..whole], rest);
+        (self.rows, self.width) = (rows.len(), cols.div_ceil(LANES));
+        self.steps.resize(self.rows.div_ceil(GROUP) * self.width, Step::ZERO);
+        for group in self.steps.chunks_exact_mut(self.width) {
+            PackGroup { group, rows: rows.by_ref().take(GROUP) }.run(lanes);
         }
-        let mut weight_rows = [(&[][..], &[][..]); N];
-        for (n, chunks) in weight_rows.iter_mut().enumerate() {
-            let row = &self.weights[(first_n + n) * self.x.width..][..self.x.width];
-            let (vectors, rest) = row[self.cols.clone()].as_chunks::<LANES>();
-            *chunks = (&vectors[..whole], rest);
-        }
+    }
 
-        let mut sums = [[lanes.splat(0.0); R]; N];
-        for n in 0..N {
-            for r in 0..R {
-                sums[n][r] = all_sums[first_n + n][first_r + r];
+    pub(super) fn view(&self) -> PackedView<'_> {
+        PackedView { steps: &self.steps, rows: self.rows, width: self.width }
+    }
+}
+
+/// A borrowed [`Packed`].
+#[derive(Clone, Copy)]
+pub(super) struct PackedView<'a> {
+    steps: &'a [Step],
+    rows: usize,
+    width: usize,
+}
+
+impl<'a> PackedView<'a> {
+    pub(super) fn rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Up to `count` groups of eight rows from group `first` on.
+    pub(super) fn part(&self, first: usize, count: usize) -> Self {
+        let rows = (count * GROUP).min(self.rows - first * GROUP);
+        let steps = &self.steps[first * self.width..][..rows.div_ceil(GROUP) * self.width];
+        Self { steps, rows, width: self.width }
+    }
+
+    /// Each eight rows, as weights may be given to [`products`].
+    pub(super) fn groups(&self) -> impl Iterator<Item = &'a [Step]> + use<'a> {
+        self.steps.chunks_exact(self.width)
+    }
+}
+
+/// Writes up to eight rows into a group.
+struct PackGroup<'a, R> {
+    group: &'a mut [Step],
+    rows: R,
+}
+
+impl<'a, R: Iterator<Item = &'a [f32]>> Kernel for PackGroup<'_, R> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self, lanes: L) {
+        for (place, row) in self.rows.enumerate() {
+            for (values, step) in row.chunks(LANES).zip(&mut *self.group) {
+                lanes.store(lanes.load_part(values), &mut step.0[place]);
             }
         }
-        for k in 0..whole {
-            let mut x = [lanes.splat(0.0); R];
-            for r in 0..R {
-                x[r] = lanes.load(&x_rows[r].0[k]);
+    }
+}
+
+/// The partial sums of a group of rows with a strip of weights.
+type Sums<L> = [[<L as Lanes>::Vector; STRIP]; GROUP];
+
+/// `out[r][at + n] = sum over k of x[r, k] * weights[n, k]`; `out: [rows of x]`. Of rows that the strip does not have,
+/// `weights` and `out` hold anything.
+#[inline(always)]
+pub(super) fn products<L: Lanes, const WIDTH: usize>(
+    lanes: L,
+    out: &mut [[f32; WIDTH]],
+    at: usize,
+    x: PackedView<'_>,
+    weights: &[Step],
+) {
+    assert!(out.len() == x.rows && weights.len() == x.width);
+    for (out, groups) in out.chunks_mut(TOGETHER * GROUP).zip(x.steps.chunks(TOGETHER * x.width)) {
+        let mut sums: [Sums<L>; TOGETHER] = [[[lanes.splat(0.0); STRIP]; GROUP]; TOGETHER];
+        for first in (0..x.width).step_by(PANEL) {
+            let panel = first..x.width.min(first + PANEL);
+            for (index, group) in groups.chunks_exact(x.width).enumerate() {
+                let rows = GROUP.min(out.len() - index * GROUP);
+                add_panel(lanes, &mut sums[index], rows, &group[panel.clone()], &weights[panel.clone()]);
             }
-            for n in 0..N {
-                let weight = lanes.load(&weight_rows[n].0[k]);
-                for r in 0..R {
-                    sums[n][r] = lanes.mul_add(x[r], weight, sums[n][r]);
+        }
+        for (out, sums) in out.chunks_mut(GROUP).zip(&sums) {
+            for (out, sums) in out.iter_mut().zip(sums) {
+                out[at..at + STRIP].copy_from_slice(&lanes.sum_each(*sums));
+            }
+        }
+    }
+}
+
+/// Adds the products of the first `rows` rows of `x`, in tiles that fit the registers.
+#[inline(always)]
+fn add_panel<L: Lanes>(lanes: L, sums: &mut Sums<L>, rows: usize, x: &[Step], weights: &[Step]) {
+    let mut row = 0;
+    while row + 4 <= rows {
+        match L::TILE {
+            Tile::Wide => {
+                add_tile::<L, 4, 4>(lanes, sums, x, weights, row, 0);
+                add_tile::<L, 4, 4>(lanes, sums, x, weights, row, 4);
+            }
+            Tile::Narrow => {
+                add_tile::<L, 4, 3>(lanes, sums, x, weights, row, 0);
+                add_tile::<L, 4, 3>(lanes, sums, x, weights, row, 3);
+                add_tile::<L, 4, 2>(lanes, sums, x, weights, row, 6);
+            }
+        }
+        row += 4;
+    }
+    if row + 2 <= rows {
+        add_tile::<L, 2, 4>(lanes, sums, x, weights, row, 0);
+        add_tile::<L, 2, 4>(lanes, sums, x, weights, row, 4);
+        row += 2;
+    }
+    if row < rows {
+        add_tile::<L, 1, 8>(lanes, sums, x, weights, row, 0);
+    }
+}
+
+/// A tile of `R` rows of `x` from `row` on, and `N` of weights from `feature` on.
+#[inline(always)]
+fn add_tile<L: Lanes, const R: usize, const N: usize>(
+    lanes: L,
+    all: &mut Sums<L>,
+    x: &[Step],
+    weights: &[Step],
+    row: usize,
+    feature: usize,
+) {
+    let mut sums = [[lanes.splat(0.0); N]; R];
+    for (sums, all) in sums.iter_mut().zip(&all[row..]) {
+        sums.copy_from_slice(&all[feature..][..N]);
+    }
+    lanes.add_products(&mut sums, (x, row), (weights, feature));
+    for (sums, all) in sums.iter().zip(&mut all[row..]) {
+        all[feature..][..N].copy_from_slice(sums);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    struct Strip<'a> {
+        x: &'a [f32],
+        w: &'a [f32],
+        cols: usize,
+    }
+
+    impl Kernel for Strip<'_> {
+        type Output = Vec<[f32; STRIP]>;
+
+        #[inline(always)]
+        fn run<L: Lanes>(self, lanes: L) -> Self::Output {
+            let (mut x, mut weights) = (Packed::default(), Packed::default());
+            x.set(lanes, self.x.chunks_exact(self.cols), self.cols);
+            weights.set(lanes, self.w.chunks_exact(self.cols), self.cols);
+            let mut out = vec![[f32::NAN; STRIP]; x.rows];
+            products(lanes, &mut out, 0, x.view(), &weights.steps);
+            out
+        }
+    }
+
+    /// A row's products are the same bits whatever rows are beside it.
+    #[test]
+    fn rows_do_not_see_each_other() {
+        let values = minnow_common::random::Symmetric::new("products", 1);
+        for cols in [1, 16, 40, 512, 1000, 2048] {
+            let x: Vec<f32> = (0..45 * cols).map(|index| values.at(index as u64)).collect();
+            let w: Vec<f32> = (0..STRIP * cols).map(|index| values.at(1 << 20 | index as u64)).collect();
+            for isa in Isa::present() {
+                let together = isa.run(Strip { x: &x, w: &w, cols });
+                for first in [0, 3, 37] {
+                    for count in 1..=8 {
+                        let x = &x[first * cols..][..count * cols];
+                        let found = isa.run(Strip { x, w: &w, cols });
+                        assert_eq!(found, together[first..first + count], "{isa}: {count} rows of {cols} from {first}");
+                    }
                 }
+                let expected: f64 = x[..cols].iter().zip(&w).map(|(x, w)| f64::from(*x) * f64::from(*w)).sum();
+                assert!((f64::from(together[0][0]) - expected).abs() < 1e-4, "{isa}: {} {expected}", together[0][0]);
             }
         }
-        if !self.cols.len().is_multiple_of(LANES) {
-            for n in 0..N {
-                let weight = lanes.load_part(weight_rows[n].1);
-                for r in 0..R {
-                    sums[n][r] = lanes.mul_add(lanes.load_part(x_rows[r].1), weight, sums[n][r]);
-                }
+    }
+
+    /// What was packed before leaves no trace.
+    #[test]
+    fn memory_is_used_again() {
+        struct Twice;
+        impl Kernel for Twice {
+            type Output = [[f32; STRIP]; 1];
+
+            #[inline(always)]
+            fn run<L: Lanes>(self, lanes: L) -> Self::Output {
+                let mut packed = Packed::default();
+                let row = |value| [value; 40];
+                packed.set(lanes, [row(f32::NAN).as_slice(); 9].into_iter(), 40);
+                packed.set(lanes, [&row(2.0)[..35]; 8].into_iter(), 35);
+                let mut out = [[0.0; STRIP]];
+                products(lanes, &mut out, 0, PackedView { rows: 1, ..packed.view() }, &packed.steps);
+                out
             }
         }
-        for n in 0..N {
-            for r in 0..R {
-                all_sums[first_n + n][first_r + r] = sums[n][r];
-            }
+        for isa in Isa::present() {
+            assert_eq!(isa.run(Twice), [[140.0; STRIP]], "{isa}");
         }
     }
 }

@@ -11,6 +11,9 @@ pub(super) use scalar::Scalar;
 #[cfg(target_arch = "x86_64")]
 pub(super) use x86::{Avx2, Avx512};
 
+use super::products::Step;
+use crate::codec::STRIP;
+
 /// Number of lanes.
 pub(crate) const LANES: usize = 16;
 
@@ -23,8 +26,7 @@ pub(crate) trait Lanes: Copy + Send + Sync {
     /// Sixteen f32; lane 0 is the first element in memory.
     type Vector: Copy;
 
-    /// Rows of `x` and rows of weights in the largest register tile: their product and their sum, in vectors, have to
-    /// fit the register file.
+    /// The largest register tile of [`Self::add_products`].
     const TILE: Tile;
 
     fn splat(self, value: f32) -> Self::Vector;
@@ -46,6 +48,38 @@ pub(crate) trait Lanes: Copy + Send + Sync {
     fn scale_by_power(self, a: Self::Vector, exponent: Self::Vector) -> Self::Vector;
     /// Adds up all lanes: lanes eight apart, then four, two, and one.
     fn sum(self, a: Self::Vector) -> f32;
+    /// [`Self::sum`] of each.
+    #[inline(always)]
+    fn sum_each(self, a: [Self::Vector; 8]) -> [f32; 8] {
+        let mut out = [0.0; 8];
+        for (out, a) in out.iter_mut().zip(a) {
+            *out = self.sum(a);
+        }
+        out
+    }
+
+    /// `sums[r][n] += x[row + r] * weights[feature + n]` lane by lane, step after step.
+    #[inline(always)]
+    fn add_products<const R: usize, const N: usize>(
+        self,
+        sums: &mut [[Self::Vector; N]; R],
+        (x, row): (&[Step], usize),
+        (weights, feature): (&[Step], usize),
+    ) {
+        assert!(row + R <= STRIP && feature + N <= STRIP);
+        for (x, weights) in x.iter().zip(weights) {
+            let mut factors = [self.splat(0.0); N];
+            for n in 0..N {
+                factors[n] = self.load(&weights.0[feature + n]);
+            }
+            for r in 0..R {
+                let x = self.load(&x.0[row + r]);
+                for n in 0..N {
+                    sums[r][n] = self.mul_add(x, factors[n], sums[r][n]);
+                }
+            }
+        }
+    }
 
     /// Sixteen little-endian bfloat16.
     fn bf16(self, bytes: &[u8; 2 * LANES]) -> Self::Vector;
@@ -121,13 +155,13 @@ pub(crate) trait Lanes: Copy + Send + Sync {
     }
 }
 
-/// The size of a register tile.
+/// The size of a register tile, in rows of `x` and rows of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tile {
     /// 4 x 4: sixteen sums, of 32 registers.
-    FourByFour,
-    /// 2 x 2: eight registers of sums, of 16.
-    TwoByTwo,
+    Wide,
+    /// 4 x 3: twelve sums, of sixteen registers.
+    Narrow,
 }
 
 #[cfg(test)]
@@ -151,6 +185,10 @@ mod tests {
             let (a, b) = (lanes.load(&a), lanes.load(&b));
             let halves: [u8; 32] = std::array::from_fn(|i| (i * 37 + 5) as u8);
             let nibbles = 0xfedc_ba98_7654_3210u64.rotate_left(20);
+            // Small whole numbers: sums of their products are exact, rounded between or not.
+            let value = |step, row, col| ((step * 7 + row * 5 + col * 3) % 17) as f32 - 8.0;
+            let row_of = |step, row| std::array::from_fn(|col| value(step, row, col));
+            let steps: [Step; 4] = std::array::from_fn(|step| Step(std::array::from_fn(|row| row_of(step, row))));
             let vectors = [
                 lanes.splat(0.3),
                 lanes.add(a, b),
@@ -174,7 +212,11 @@ mod tests {
                 lanes.splat(lanes.sum(a)),
                 lanes.splat(lanes.sum(b)),
             ];
-            for vector in vectors {
+            let each = std::array::from_fn(|i| lanes.mul(a, lanes.splat(i as f32 + 0.3)));
+            assert_eq!(lanes.sum_each(each), each.map(|vector| lanes.sum(vector)));
+            let mut tile = [[lanes.splat(0.5); 3]; 4];
+            lanes.add_products(&mut tile, (&steps, 3), (&steps[1..], 5));
+            for vector in vectors.into_iter().chain(tile.into_iter().flatten()) {
                 let mut values = [0.0; LANES];
                 lanes.store(vector, &mut values);
                 out.extend(values);

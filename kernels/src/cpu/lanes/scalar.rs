@@ -24,7 +24,7 @@ fn each(f: impl Fn(usize) -> f32) -> Vector {
 impl Lanes for Scalar {
     type Vector = Vector;
 
-    const TILE: Tile = Tile::TwoByTwo;
+    const TILE: Tile = Tile::Narrow;
 
     #[inline(always)]
     fn splat(self, value: f32) -> Vector {

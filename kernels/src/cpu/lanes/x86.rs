@@ -7,8 +7,9 @@ use std::arch::is_x86_feature_detected;
 use std::arch::x86_64::*;
 
 use super::{LANES, Lanes, Tile};
-use crate::codec::E2M1;
+use crate::codec::{E2M1, STRIP};
 use crate::cpu::isa::Kernel;
+use crate::cpu::products::Step;
 
 /// Proof that this CPU has AVX-512F. The only way to get one is [`Avx512::detect`].
 #[derive(Clone, Copy)]
@@ -65,7 +66,7 @@ macro_rules! proven {
 impl Lanes for Avx512 {
     type Vector = __m512;
 
-    const TILE: Tile = Tile::FourByFour;
+    const TILE: Tile = Tile::Wide;
 
     #[inline(always)]
     fn splat(self, value: f32) -> __m512 {
@@ -128,6 +129,18 @@ impl Lanes for Avx512 {
             let low = _mm512_castps512_ps256(a);
             let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(a)));
             sum_of_eight(_mm256_add_ps(low, high))
+        }
+    }
+
+    #[inline(always)]
+    fn sum_each(self, a: [__m512; 8]) -> [f32; 8] {
+        proven! {
+            let mut eights = [_mm256_setzero_ps(); 8];
+            for (eight, a) in eights.iter_mut().zip(a) {
+                let high = _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(a)));
+                *eight = _mm256_add_ps(_mm512_castps512_ps256(a), high);
+            }
+            sums_of_eights(eights)
         }
     }
 
@@ -312,11 +325,35 @@ fn sum_of_eight(a: __m256) -> f32 {
     _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
 }
 
+/// [`sum_of_eight`] of each.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn sums_of_eights(v: [__m256; 8]) -> [f32; 8] {
+    // Four sums of vector i, then four of vector i + 4; of these, two of vectors i, i + 2, i + 4 and i + 6; then all.
+    let mut fours = [_mm256_setzero_ps(); 4];
+    for (i, four) in fours.iter_mut().enumerate() {
+        let low = _mm256_permute2f128_ps::<0x20>(v[i], v[i + 4]);
+        *four = _mm256_add_ps(low, _mm256_permute2f128_ps::<0x31>(v[i], v[i + 4]));
+    }
+    let mut twos = [_mm256_setzero_ps(); 2];
+    for (i, two) in twos.iter_mut().enumerate() {
+        let (a, b) = (_mm256_castps_pd(fours[2 * i]), _mm256_castps_pd(fours[2 * i + 1]));
+        let low = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b));
+        *two = _mm256_add_ps(low, _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));
+    }
+    let even = _mm256_shuffle_ps::<0b10_00_10_00>(twos[0], twos[1]);
+    let all = _mm256_add_ps(even, _mm256_shuffle_ps::<0b11_01_11_01>(twos[0], twos[1]));
+    let mut out = [0.0; 8];
+    // SAFETY: eight f32 are 32 bytes.
+    unsafe { _mm256_storeu_ps(out.as_mut_ptr(), all) }
+    out
+}
+
 impl Lanes for Avx2 {
     /// Lanes 0 to 7 and 8 to 15.
     type Vector = [__m256; 2];
 
-    const TILE: Tile = Tile::TwoByTwo;
+    const TILE: Tile = Tile::Narrow;
 
     #[inline(always)]
     fn splat(self, value: f32) -> [__m256; 2] {
@@ -382,6 +419,55 @@ impl Lanes for Avx2 {
     #[inline(always)]
     fn sum(self, a: [__m256; 2]) -> f32 {
         proven!(sum_of_eight(_mm256_add_ps(a[0], a[1])))
+    }
+
+    #[inline(always)]
+    fn sum_each(self, a: [[__m256; 2]; 8]) -> [f32; 8] {
+        proven! {
+            let mut eights = [_mm256_setzero_ps(); 8];
+            for (eight, a) in eights.iter_mut().zip(a) {
+                *eight = _mm256_add_ps(a[0], a[1]);
+            }
+            sums_of_eights(eights)
+        }
+    }
+
+    /// One half of the lanes after the other: twelve sums of one half, three factors and an `x` are all registers.
+    #[inline(always)]
+    fn add_products<const R: usize, const N: usize>(
+        self,
+        sums: &mut [[[__m256; 2]; N]; R],
+        (x, row): (&[Step], usize),
+        (weights, feature): (&[Step], usize),
+    ) {
+        assert!(row + R <= STRIP && feature + N <= STRIP);
+        for half in 0..2 {
+            proven! {
+                let mut halves = [[_mm256_setzero_ps(); N]; R];
+                for r in 0..R {
+                    for n in 0..N {
+                        halves[r][n] = sums[r][n][half];
+                    }
+                }
+                for (x, weights) in x.iter().zip(weights) {
+                    let mut factors = [_mm256_setzero_ps(); N];
+                    for n in 0..N {
+                        factors[n] = _mm256_loadu_ps(weights.0[feature + n].as_chunks::<8>().0[half].as_ptr());
+                    }
+                    for r in 0..R {
+                        let x = _mm256_loadu_ps(x.0[row + r].as_chunks::<8>().0[half].as_ptr());
+                        for n in 0..N {
+                            halves[r][n] = _mm256_fmadd_ps(x, factors[n], halves[r][n]);
+                        }
+                    }
+                }
+                for r in 0..R {
+                    for n in 0..N {
+                        sums[r][n][half] = halves[r][n];
+                    }
+                }
+            }
+        }
     }
 
     #[inline(always)]

@@ -8,11 +8,11 @@
 use minnow_common::BLOCK;
 use rayon::prelude::*;
 
-use super::reuse::with_kept;
 use super::{Avx512Bf16, EDGE, Engine, Job, Line, Order, STEP, Tile, Weights, Work, on_engine};
 use crate::cpu::Isa;
 use crate::cpu::columns::{ColumnBlock, column_blocks};
 use crate::cpu::isa::Kernel;
+use crate::cpu::kept::with_kept;
 use crate::cpu::kv::KvRows;
 use crate::cpu::lanes::{LANES, Lanes};
 use crate::ops::Heads;

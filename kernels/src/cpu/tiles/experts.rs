@@ -4,12 +4,13 @@ use rayon::prelude::*;
 
 use super::panels::{Narrowed, PanelsView};
 use super::product::{Scratch, products, tiles_of};
-use super::reuse::{Lines, with_kept};
+use super::reuse::Lines;
 use super::{Activations, BLOCK_FEATURES, EDGE, Engine, Line, Order, Plan, STEP, Tile, Work, on_engine};
 use crate::cpu::Isa;
 use crate::cpu::columns::column_blocks;
 use crate::cpu::elementwise::SwigluInPlace;
 use crate::cpu::experts::{Expert, Used};
+use crate::cpu::kept::with_kept;
 
 /// Rows that an expert takes at a time: they and what becomes of them stay in the second cache. Weights are decoded once
 /// for as many.

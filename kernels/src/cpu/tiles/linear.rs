@@ -4,10 +4,10 @@ use rayon::prelude::*;
 
 use super::panels::{Narrowed, Panels, PanelsView};
 use super::product::{Scratch, products, tiles_of};
-use super::reuse::with_kept;
 use super::{BLOCK_FEATURES, EDGE, Engine, Plan, Tile, Work, on_engine};
 use crate::cpu::Isa;
 use crate::cpu::columns::{ColumnBlock, column_blocks};
+use crate::cpu::kept::with_kept;
 use crate::matrix::WeightMatrix;
 
 /// Panels that are multiplied with a block of features before the next block: their sums stay in the second cache.
