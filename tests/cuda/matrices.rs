@@ -54,8 +54,8 @@ fn laid_out(device: &Device, matrices: &[Vec<WeightMatrix<'_>>]) -> Result<OnDev
         // SAFETY: buffers of the stored sizes, alive until `synchronize` has waited.
         unsafe {
             match matrix.len() {
-                1 => relayout.alone(target, source(0), encoding, group, first.rows(), cols)?,
-                _ => relayout.pair(target, source(0), source(1), encoding, group, first.rows(), cols)?,
+                1 => relayout.alone(target, source(0), encoding, format, first.rows(), cols)?,
+                _ => relayout.pair(target, source(0), source(1), encoding, format, first.rows(), cols)?,
             }
         }
         device.synchronize()?;
