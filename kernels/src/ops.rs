@@ -14,6 +14,7 @@
 //! | scores | `sigmoid` of router logits | [`oracle::sigmoid`] | [`cpu::sigmoid`] |
 //! | router | expert ids and weights from scores | [`oracle::route`] | [`cpu::route`] |
 //! | experts | weighted sum of the chosen experts' feed-forward | [`oracle::experts`] | [`cpu::experts`] |
+//! | four-bit rows | what quantizing a row to NVFP4 leaves of it, bit-exact | [`oracle::round_to_fp4`] | [`cpu::round_to_fp4`], [`cpu::experts_fp4`] |
 //! | candidates | the four best tokens of a row of logits | [`oracle::candidates`] | [`cpu::candidates`], fused with the head: [`cpu::head_candidates`] |
 //!
 //! Everything is f32 and row-major; outputs may not overlap inputs, which Rust's borrows see to. "Rows" are positions:

@@ -30,7 +30,7 @@ use crate::config::{
 use crate::decoder::{Algorithm, Preset};
 use crate::engine::QueueLimits;
 use crate::keys::{KeyDigest, KeySources};
-use crate::model::Need;
+use crate::model::{ExpertActivations, Need};
 use crate::supervisor::Supervisor;
 
 /// Serves LLaDA2.x block-diffusion language models over an OpenAI-compatible API.
@@ -89,6 +89,10 @@ struct ModelArgs {
     /// Quantize what enters the experts to eight bits, on CPU or GPU: other results, a little worse
     #[arg(long, env = "MINNOWD_INT8_EXPERT_ACTIVATIONS")]
     int8_expert_activations: bool,
+    /// Quantize what enters NVFP4 experts to four bits, on CPU or GPU: other results, worse; multiplied as four-bit numbers
+    /// where the GPU can (compute capability 12.x)
+    #[arg(long, env = "MINNOWD_FP4_EXPERT_ACTIVATIONS")]
+    fp4_expert_activations: bool,
     /// Compare the digests of all tensors with the manifest while loading; auto does so for files below 1 GiB
     #[arg(long, value_name = "WHEN", value_enum, default_value_t = PayloadArg::Auto, env = "MINNOWD_VERIFY_PAYLOAD")]
     verify_payload: PayloadArg,
@@ -715,6 +719,15 @@ impl ModelArgs {
         if self.threads == Some(0) {
             return Err(UsageError("--threads must be at least 1, not 0".to_owned()));
         }
+        let expert_activations = match (self.int8_expert_activations, self.fp4_expert_activations) {
+            (false, false) => ExpertActivations::Plain,
+            (true, false) => ExpertActivations::Int8,
+            (false, true) => ExpertActivations::Fp4,
+            (true, true) => {
+                let message = "--int8-expert-activations and --fp4-expert-activations exclude each other";
+                return Err(UsageError(message.to_owned()));
+            }
+        };
         // What HF_* say is looked up only where a hub is asked for.
         let remote = match self.model.as_ref().and_then(|path| path.to_str()) {
             Some(text) if text.starts_with(Address::PREFIX) => {
@@ -732,7 +745,7 @@ impl ModelArgs {
             io: self.io,
             threads: self.threads,
             isa: self.isa,
-            int8_expert_activations: self.int8_expert_activations,
+            expert_activations,
             verify_payload: match self.verify_payload {
                 PayloadArg::Auto => VerifyPayload::Auto,
                 PayloadArg::Always => VerifyPayload::Always,

@@ -14,6 +14,7 @@ use thiserror::Error;
 use crate::decoder::{Algorithm, OptionError, Options, Preset};
 use crate::engine::QueueLimits;
 use crate::keys::KeySources;
+use crate::model::ExpertActivations;
 
 /// What was typed does not make sense; exit code 2.
 #[derive(Debug, Error)]
@@ -44,8 +45,8 @@ pub struct ModelSource {
     pub threads: Option<usize>,
     /// The best instruction set the CPU engine may use.
     pub isa: Option<Isa>,
-    /// Whether what enters the experts is quantized to eight bits: the CPU engine only, and only where it can.
-    pub int8_expert_activations: bool,
+    /// What enters the experts: quantized only where the device and the experts are made for it.
+    pub expert_activations: ExpertActivations,
     /// Whether payload digests are compared while loading.
     pub verify_payload: VerifyPayload,
     /// Positions a request may use; `None` is the model's limit, at most [`DEFAULT_CONTEXT_MAX`].

@@ -41,6 +41,10 @@ fn bad_flags_are_usage_errors_that_name_flag_and_value() {
         ("serve --cache-max-mib 1", &["--cache-max-mib", "1"]),
         ("serve --isa sse", &["--isa", "sse"]),
         ("serve --io floppy", &["--io", "floppy"]),
+        (
+            "serve --int8-expert-activations --fp4-expert-activations",
+            &["--int8-expert-activations", "--fp4-expert-activations", "exclude"],
+        ),
         ("generate", &["<PROMPT>"]),
         ("generate hi --raw --system x", &["--raw", "--system"]),
         ("generate hi --regex x --grammar y", &["--regex", "--grammar"]),
@@ -84,6 +88,12 @@ fn models_that_cannot_be_read_are_named() {
     std::fs::write(at("config.json"), config.replace("\"num_hidden_layers\":3", "\"num_hidden_layers\":4"))
         .expect("a writable folder");
     generate(folder.path(), &["model.layers.3."]);
+}
+
+#[test]
+fn activations_of_four_bits_need_nvfp4_experts() {
+    let arguments = ["generate", "x", "--device", "cpu", "--fp4-expert-activations"];
+    refused(&arguments, 1, &["--fp4-expert-activations", "nvfp4", "mlp.experts.0.gate_proj.weight", "i4_mma"]);
 }
 
 #[test]

@@ -1,5 +1,6 @@
-//! The CUDA kernels and backend on a GPU; where there is none, each test says that it was skipped.
+//! The CUDA kernels and backend on a GPU; where there is none, each test says that it was skipped. `emulation` needs none.
 
+mod emulation;
 mod fused;
 mod kernels;
 mod matrices;

@@ -7,11 +7,12 @@ use half::bf16;
 use minnow_common::{Encoding, FloatType};
 use minnow_kernels::conformance::{StoredExpert, StoredMatrix, random};
 use minnow_kernels::cuda::{
-    Buffer, Choices, CudaError, Device, Experts, Format, Int8Experts, Linear, Pointer, QuantizedRows, Relayout, Slots,
-    Stored, Strips, TileBest, VOCABULARY_TILE,
+    Buffer, Choices, CudaError, Device, Experts, Format, Fp4Experts, Int8Experts, LaunchShape, Linear, Pointer,
+    QuantizedRows, Relayout, Slots, Stored, Strips, TileBest, VOCABULARY_TILE, argument,
 };
 use minnow_kernels::matrix::WeightMatrix;
 use minnow_kernels::oracle;
+use minnow_tests::emulation::{CodeStrips, Rows};
 
 use super::kernels::{in_bf16, poisoned, rounded, widened};
 use crate::device;
@@ -36,10 +37,14 @@ impl OnDevice {
 
 /// Lays out each of `matrices`: one, or a pair of gate and up.
 fn laid_out(device: &Device, matrices: &[Vec<WeightMatrix<'_>>]) -> Result<OnDevice, CudaError> {
+    laid_out_in(device, matrices, Format::of(matrices[0][0].encoding(), matrices[0][0].group())?)
+}
+
+/// The same in a format that keeps them.
+fn laid_out_in(device: &Device, matrices: &[Vec<WeightMatrix<'_>>], format: Format) -> Result<OnDevice, CudaError> {
     let relayout = Relayout::new(device)?;
     let first = matrices[0][0];
-    let (encoding, group, cols) = (first.encoding(), first.group(), first.cols());
-    let format = Format::of(encoding, group)?;
+    let (encoding, cols) = (first.encoding(), first.cols());
     let rows = first.rows() * matrices[0].len();
     let bytes = format.matrix_bytes(rows, cols);
     let data = poisoned::<u8>(device, bytes * matrices.len());
@@ -54,8 +59,8 @@ fn laid_out(device: &Device, matrices: &[Vec<WeightMatrix<'_>>]) -> Result<OnDev
         // SAFETY: buffers of the stored sizes, alive until `synchronize` has waited.
         unsafe {
             match matrix.len() {
-                1 => relayout.alone(target, source(0), encoding, group, first.rows(), cols)?,
-                _ => relayout.pair(target, source(0), source(1), encoding, group, first.rows(), cols)?,
+                1 => relayout.alone(target, source(0), encoding, format, first.rows(), cols)?,
+                _ => relayout.pair(target, source(0), source(1), encoding, format, first.rows(), cols)?,
             }
         }
         device.synchronize()?;
@@ -355,6 +360,143 @@ fn experts_of_quantized_rows_are_the_oracles_to_the_bit() -> Result<(), CudaErro
             assert_near(&format!("{name}, row {row}, act"), act, &expected, 0.01);
             let expected = in_bf16(&product(&widened(act), &expert.down));
             assert_eq!(&parts[part * hidden..][..hidden], expected, "{name}, row {row}, part {part}");
+        }
+    }
+    Ok(())
+}
+
+/// The kernels of four-bit rows run on every GPU: what one rounds and the other quantizes are the oracle's bits, and the codes
+/// and the strips lie as the host's twins put them.
+#[test]
+fn rows_of_four_bits_are_the_oracles_to_the_bit_and_weights_lie_as_on_the_host() -> Result<(), CudaError> {
+    let Some(device) = device() else { return Ok(()) };
+    for (rows, cols) in [(1, 128), (13, 512), (200, 2048)] {
+        let mut x = rounded(&random(&format!("{rows} rows of four bits"), rows * cols));
+        x[..16].iter_mut().for_each(|value| *value = bf16::from_f32(*value * 3e5).to_f32());
+        x[cols - 5] = -0.0;
+        if rows > 9 {
+            x[3 * cols..4 * cols].fill(0.0);
+            x[5 * cols..6 * cols].iter_mut().for_each(|value| *value = bf16::from_f32(*value * 1e-37).to_f32());
+            x[7 * cols + 17] = f32::NAN;
+            x[9 * cols + 1] = f32::NEG_INFINITY;
+        }
+        let on_device = device.uploaded(&in_bf16(&x))?;
+        let out = poisoned::<bf16>(&device, rows * cols);
+        let records = poisoned::<u8>(&device, rows * cols / 128 * 80);
+        let scales = poisoned::<f32>(&device, rows);
+        let shape = LaunchShape::new([rows.div_ceil(8) as u32, 1, 1], 256);
+        let [rows_argument, cols_argument] = [rows as i32, cols as i32];
+        let (of_rows, of_cols) = (argument(&rows_argument), argument(&cols_argument));
+        // SAFETY: the parameters of the sources; buffers of the stated sizes, alive until `to_vec` has waited.
+        unsafe {
+            let (x, out) = (on_device.pointer(), out.pointer());
+            let round = device.kernel("fp4_rows", "round_rows_fp4")?;
+            round.launch(shape, &[argument(&out), argument(&x), of_rows, of_cols])?;
+            let (records, scales) = (records.pointer(), scales.pointer());
+            let quantize = device.kernel("fp4_rows", "quantize_rows_fp4")?;
+            quantize.launch(shape, &[argument(&records), argument(&scales), argument(&x), of_rows, of_cols])?;
+        }
+        let mut expected = x.clone();
+        oracle::round_to_fp4(&mut expected, cols);
+        for (index, (found, expected)) in widened(&out.to_vec()?).iter().zip(&expected).enumerate() {
+            let same = found.to_bits() == expected.to_bits() || found.is_nan() && expected.is_nan();
+            assert!(same, "value {index} of {rows} x {cols} is {found:e}, not {expected:e}");
+        }
+        let bits: Vec<u16> = in_bf16(&x).iter().map(|value| value.to_bits()).collect();
+        let on_host = Rows::new(&bits, cols);
+        assert_eq!(scales.to_vec()?, on_host.scales, "{rows} x {cols}");
+        // The last eight bytes of a record are nobody's.
+        let used = |records: &[u8]| -> Vec<u8> {
+            records.chunks_exact(80).flat_map(|record| &record[..72]).copied().collect()
+        };
+        assert!(used(&records.to_vec()?) == used(&on_host.records), "{rows} x {cols}: records differ");
+    }
+    for (n, k) in [(8, 128), (40, 256), (320, 512)] {
+        let [gate, up] = ["gate", "up"].map(|name| StoredMatrix::random(name, n, k, Encoding::Nvfp4, 16));
+        let alone = laid_out_in(&device, &[vec![gate.view()]], Format::Nvfp4Codes)?;
+        assert!(alone.data.to_vec()? == CodeStrips::alone(&gate.view()).bytes(), "{n} x {k}");
+        let pair = laid_out_in(&device, &[vec![gate.view(), up.view()]], Format::Nvfp4Codes)?;
+        assert!(pair.data.to_vec()? == CodeStrips::pair(&gate.view(), &up.view()).bytes(), "{n} x {k}, a pair");
+    }
+    Ok(())
+}
+
+#[test]
+fn experts_of_four_bit_rows_are_the_oracles_and_the_same_for_few_slots_and_many() -> Result<(), CudaError> {
+    let Some(device) = device() else { return Ok(()) };
+    const ROWS: usize = 200;
+    let (hidden, inner, k) = (256, 128, 3);
+    let stored: Vec<_> = (0..4).map(|index| StoredExpert::random(index, hidden, inner, Encoding::Nvfp4, 16)).collect();
+    let shared = StoredExpert::random(9, hidden, inner, BF16, 0);
+    let pairs: Vec<_> = stored.iter().map(|expert| vec![expert.gate.view(), expert.up.view()]).collect();
+    let downs: Vec<_> = stored.iter().map(|expert| vec![expert.down.view()]).collect();
+    let is_native = Fp4Experts::is_native_on(&device)?;
+    let format = if is_native { Format::Nvfp4Codes } else { Format::Nvfp4 };
+    let (pairs, downs) = (laid_out_in(&device, &pairs, format)?, laid_out_in(&device, &downs, format)?);
+    let shared_pair = laid_out(&device, &[vec![shared.gate.view(), shared.up.view()]])?;
+    let shared_down = laid_out(&device, &[vec![shared.down.view()]])?;
+    let experts = Fp4Experts::new(&device, &[format])?;
+    assert_eq!(experts.is_native(), is_native);
+    eprintln!("products of {}", if is_native { "four-bit numbers" } else { "what they stand for, in BF16" });
+    let x = rounded(&random("expert rows", ROWS * hidden));
+    let on_device = device.uploaded(&in_bf16(&x))?;
+    let ids: Vec<u32> = (0..ROWS * k).map(|slot| [0, 1, if slot / k < 6 { 2 } else { 3 }][slot % k]).collect();
+    let codes = poisoned::<u8>(&device, 2 * ROWS * hidden.max(k * inner));
+    let scales = poisoned::<f32>(&device, ROWS * k);
+    let scratch = QuantizedRows { codes: codes.pointer(), scales: scales.pointer() };
+    let product = |x: &[f32], matrix: &StoredMatrix| {
+        let (mut out, mut x) = (vec![0.0; matrix.view().rows()], x.to_vec());
+        let cols = x.len();
+        oracle::round_to_fp4(&mut x, cols);
+        oracle::linear(&mut out, &x, &matrix.values(), cols);
+        rounded(&out)
+    };
+
+    let mut whole: Option<Vec<bf16>> = None;
+    for rows in [20, ROWS] {
+        let tile_rows = experts.tile_rows(rows * k, 1);
+        let routed = routed(&device, &ids[..rows * k], k, tile_rows)?;
+        let choices = routed.choices();
+        let slots = Slots { choices: &choices, tiles_max: routed.tiles_max, tile_rows, rows, experts_per_token: k };
+        let act = poisoned::<bf16>(&device, rows * (k + 1) * inner);
+        let parts = poisoned::<bf16>(&device, rows * (k + 1) * hidden);
+        // SAFETY: buffers of the stated sizes, alive until `to_vec` has waited.
+        unsafe {
+            let (x, pair, down) = (on_device.pointer(), shared_pair.strips(), shared_down.strips());
+            experts.gate_up(act.pointer(), x, &pairs.strips(), Some(&pair), &slots, scratch)?;
+            experts.down(parts.pointer(), act.pointer(), &downs.strips(), Some(&down), &slots, k + 1, scratch)?;
+        }
+        let (act, parts) = (act.to_vec()?, parts.to_vec()?);
+        let (slot_rows, slot_parts) = (routed.slot_rows.to_vec()?, routed.slot_parts.to_vec()?);
+        for (slot, (&row, &part)) in slot_rows.iter().zip(&slot_parts).enumerate() {
+            // Some rows of every expert: the oracle is slow.
+            if row >= 12 && row % 31 != 0 {
+                continue;
+            }
+            let (row, part) = (row as usize, part as usize);
+            let expert = &stored[ids[row * k + part % (k + 1)] as usize];
+            let x = &x[row * hidden..][..hidden];
+            let (gate, up) = (product(x, &expert.gate), product(x, &expert.up));
+            let mut expected = vec![0.0; inner];
+            oracle::swiglu(&mut expected, &gate, &up);
+            let act = &act[slot * inner..][..inner];
+            assert_near(&format!("{rows} rows, row {row}, act"), act, &expected, 0.01);
+            // Of what the device made of the row, so that no code can fall otherwise.
+            let expected = product(&widened(act), &expert.down);
+            let found = &parts[part * hidden..][..hidden];
+            assert_near(&format!("{rows} rows, row {row}, part {part}"), found, &expected, 1e-4);
+        }
+        for row in 0..rows.min(3) {
+            let expected = expert_in_bf16(&shared, &x[row * hidden..][..hidden]);
+            let found = &parts[(row * (k + 1) + k) * hidden..][..hidden];
+            assert_near(&format!("row {row}, the shared expert"), found, &expected, 0.01);
+        }
+        match &whole {
+            None => whole = Some(parts),
+            Some(whole) => {
+                let same = parts.iter().zip(whole).all(|(a, b)| a.to_bits() == b.to_bits());
+                assert!(same, "{rows} rows are not as 20");
+            }
         }
     }
     Ok(())

@@ -1,15 +1,17 @@
 //! Forward passes of the backend: against the reference, and against themselves in company, cut, from the cache, recorded
 //! and not, to the bit.
 
-use minnow_common::BLOCK;
 use minnow_common::random::keyed;
+use minnow_common::{BLOCK, Encoding, GroupSize};
 use minnow_formats::checkpoint::Checkpoint;
+use minnow_formats::io::IoBackend;
+use minnow_tests::convert;
 use minnowd::demo;
 use minnowd::model::cuda::{Cuda, CudaOptions};
 use minnowd::model::reference::Reference;
 use minnowd::model::trace::Trace;
-use minnowd::model::verify::{TOLERANCE_BF16, compare};
-use minnowd::model::{Backend, Batch, Need, Output, PageId, Point, Segment};
+use minnowd::model::verify::{TOLERANCE_BF16, TOLERANCE_FP4, compare};
+use minnowd::model::{Backend, Batch, ExpertActivations, Need, Output, PageId, Point, Segment};
 use minnowd::weights::{LoadOptions, Weights};
 
 use crate::device;
@@ -24,7 +26,7 @@ fn demo_model(running_max: usize) -> Option<Cuda> {
         context: 1024,
         cache_max_bytes: None,
         verifies: true,
-        int8_experts: false,
+        expert_activations: ExpertActivations::Plain,
     };
     Some(Cuda::new(&checkpoint, options).expect("the backend starts"))
 }
@@ -73,6 +75,42 @@ fn the_demo_model_agrees_with_the_reference() {
     let mut reference = Reference::new(&weights, 5).expect("the reference starts");
     let report = compare(&mut backend, &mut reference, &some_tokens(5, 2), TOLERANCE_BF16).expect("two forwards");
     assert!(report.agrees(), "{:?}", report.faults);
+}
+
+#[test]
+fn activations_of_four_bits_agree_with_the_reference_and_with_themselves_in_company() {
+    if device().is_none() {
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = folder.path().join("demo-nvfp4.mnw");
+    convert::write_mnw(&demo_checkpoint(), &file, Encoding::Nvfp4, GroupSize::NVFP4);
+    let checkpoint = Checkpoint::open(&file, IoBackend::Auto).expect("what was just written");
+    let options = CudaOptions {
+        ordinal: 0,
+        running_max: 8,
+        context: 1024,
+        cache_max_bytes: None,
+        verifies: true,
+        expert_activations: ExpertActivations::Fp4,
+    };
+    let mut backend = Cuda::new(&checkpoint, options).expect("the backend starts");
+    eprintln!("{}", backend.describe());
+    let weights = Weights::load(&checkpoint, LoadOptions::default()).expect("a model");
+    let reference = Reference::new(&weights, 5).expect("the reference starts");
+    let mut reference = reference.with_fp4_expert_activations(&weights).expect("NVFP4 experts");
+    let report = compare(&mut backend, &mut reference, &some_tokens(5, 2), TOLERANCE_FP4).expect("two forwards");
+    assert!(report.agrees(), "{:?}", report.faults);
+
+    let tokens: Vec<Vec<u32>> = (0..150).map(|seed| some_tokens(1, seed)).collect();
+    let tables: Vec<Vec<PageId>> = (0..150).map(|page| pages(page, 1)).collect();
+    let segments: Vec<Segment<'_>> =
+        tokens.iter().zip(&tables).map(|(tokens, pages)| Segment { tokens, pages, need: Need::Candidates }).collect();
+    let together = forward(&mut backend, &segments);
+    for index in [0, 1, 77, 149] {
+        let alone = forward(&mut backend, &segments[index..=index]);
+        assert_eq!(bits(&together[index]), bits(&alone[0]), "segment {index}");
+    }
 }
 
 #[test]

@@ -114,6 +114,26 @@ fn quantized_experts_cost_no_more_than_two_points() {
     }
 }
 
+/// Four bits are as coarse for activations as for weights, so the score may fall as if weights were quantized once more.
+#[test]
+fn activations_of_four_bits_cost_no_more_than_two_points() {
+    let Some(tiny) = golden::tiny_dir() else { return };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = converted(&tiny, folder.path(), "nvfp4");
+    let model = file.to_str().expect("UTF-8");
+    let score = |more: &[&str]| {
+        let result = eval(&[&["--model", model, "--device", "cpu"], more].concat());
+        println!("{more:?}: {} right in {} forwards", result["all"]["right"], result["all"]["forwards"]);
+        result["exact_match"].as_f64().expect("a score")
+    };
+    let (plain, fp4) = (score(&[]), score(&["--fp4-expert-activations"]));
+    assert!((fp4 - plain).abs() <= POINTS_MAX, "{fp4} with activations of four bits, {plain} without");
+    // The reference computes the same definition, in f32.
+    let output = program::minnowd(&["verify", "--device", "cpu", "--model", model, "--fp4-expert-activations"]);
+    println!("{}", program::stdout(&output));
+    assert!(output.status.success(), "{}{}", program::stdout(&output), program::stderr(&output));
+}
+
 #[test]
 fn the_cpu_engine_agrees_with_the_reference_for_every_encoding() {
     let Some(tiny) = golden::tiny_dir() else { return };

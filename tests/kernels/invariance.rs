@@ -70,20 +70,28 @@ fn an_expert_row_does_not_see_its_company() {
         let ids: Vec<u32> = (0..(ROWS * slots) as u64).map(|slot| (mix64(slot) % 9) as u32).collect();
         let weights: Vec<f32> = random("weights", ROWS * slots);
         for isa in Isa::present() {
-            let experts = |first: usize, count: usize| {
+            let experts = |activations: &str, first: usize, count: usize| {
                 let mut out = vec![f32::NAN; count * hidden];
                 let x = &x[first * hidden..][..count * hidden];
                 let (ids, weights) =
                     (&ids[first * slots..][..count * slots], &weights[first * slots..][..count * slots]);
-                cpu::experts(isa, &mut out, x, ids, weights, hidden, |id| stored[id as usize].view());
+                let expert = |id: u32| stored[id as usize].view();
+                match activations {
+                    "plain" => cpu::experts(isa, &mut out, x, ids, weights, hidden, expert),
+                    _ => cpu::experts_fp4(isa, &mut out, x, ids, weights, hidden, expert),
+                }
                 out
             };
-            let all = with_threads(1, || experts(0, ROWS));
-            for threads in [1, 2] {
-                for (count, first) in COMPANIES {
-                    let found = with_threads(threads, || experts(first, count));
-                    let expected = bits(&all[first * hidden..][..count * hidden]);
-                    assert_eq!(bits(&found), expected, "{isa} {encoding}, {count} rows, {threads} threads");
+            let kinds: &[&str] = if encoding == Encoding::Nvfp4 { &["plain", "fp4"] } else { &["plain"] };
+            for activations in kinds {
+                let all = with_threads(1, || experts(activations, 0, ROWS));
+                for threads in [1, 2] {
+                    for (count, first) in COMPANIES {
+                        let found = with_threads(threads, || experts(activations, first, count));
+                        let expected = bits(&all[first * hidden..][..count * hidden]);
+                        let name = format!("{isa} {encoding}, {activations} activations");
+                        assert_eq!(bits(&found), expected, "{name}, {count} rows, {threads} threads");
+                    }
                 }
             }
         }

@@ -5,6 +5,8 @@ pub mod browser;
 pub mod checkpoint;
 pub mod convert;
 pub mod daemon;
+#[cfg(feature = "cuda")]
+pub mod emulation;
 pub mod golden;
 pub mod hub;
 pub mod program;

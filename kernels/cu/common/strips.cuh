@@ -9,7 +9,8 @@
 //     bf16    16 x 16: a0 a1 a2 a3, 32 bits each
 //     int8    16 x 32: for each of two tiles, a word with a0 in bytes 0, 2 and a1 in bytes 1, 3, then one with a2, a3
 //     int4    16 x 64: for each of four tiles, a word whose halves (first, second of a pair) hold a0..a3 as nibbles
-//     nvfp4   16 x 64: for each of four tiles, a word with bits as `Nvfp4::fragment` wants them
+//     nvfp4   16 x 64: for each of four tiles, a word with bits as `Nvfp4::fragment` wants them; where weights are multiplied
+//             as four-bit numbers, common/fp4.cuh has another order instead
 // Scales of a block:
 //     int8, int4   f16 [groups][8][2]: of rows g and g+8
 //     nvfp4        bytes [8][2][4]: of rows g and g+8, one for each 16 columns; five bits of exponent, three of mantissa
@@ -21,6 +22,8 @@
 #include <cstdint>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include "bands.cuh"
 
 using bf16 = __nv_bfloat16;
 
@@ -156,15 +159,11 @@ struct Nvfp4 {
     }
 };
 
-/// Strips of a band.
-constexpr int BAND = 8;
-
 /// Where blocks number `block` of the strips from `strip` on begin, up to the end of the band; `strips` and `blocks`: of the
 /// matrix, and of a strip.
 template <class F>
 __device__ __forceinline__ const uint8_t *blocks_at(const uint8_t *matrix, int strips, int blocks, int strip, int block) {
-    const int first = strip / BAND * BAND, across = min(BAND, strips - first);
-    return matrix + (size_t(first) * blocks + block * across + strip % BAND) * F::BYTES;
+    return matrix + place_of_block(strips, blocks, strip, block) * F::BYTES;
 }
 
 /// Where, in a block, 16 x 64 codes begin, and the scales (NVFP4's), and those of the group around column `k`.

@@ -69,56 +69,36 @@ struct Int8Tile {
     template <class READY>
     __device__ __forceinline__ void run(uint8_t *shared, const uint8_t *w, int strips, int strip, QuantizedRows x,
                                         const uint32_t *rows, int count, int k, READY ready) {
-        const int stages = k / DEPTH, lane = threadIdx.x % 32, wm = threadIdx.x / 32 % WM, wn = threadIdx.x / 32 / WM;
-#pragma unroll
-        for (int index = 0; index < STAGES - 1; ++index) {
-            if (index < stages) {
-                copy_weights<Int8Tile>(shared, w, strips, strip, k, index);
-            }
-        }
-        ready();
-        __syncthreads();
-#pragma unroll
-        for (int index = 0; index < STAGES - 1; ++index) {
-            if (index < stages) {
-                copy_rows<Int8Tile>(shared, x.codes, rows, count, k, index);
-            }
-            commit_copies();
-        }
+        const int lane = threadIdx.x % 32, wm = threadIdx.x / 32 % WM, wn = threadIdx.x / 32 / WM;
         // Scales of rows 2 c and 2 c + 1 of each eight.
         const float *scales[NT][2];
-#pragma unroll
-        for (int n = 0; n < NT; ++n) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const int t = min((wn * NT + n) * 8 + lane % 4 * 2 + i, count - 1);
-                scales[n][i] = x.scales + size_t(rows[t]) * (k / GROUP);
-            }
-        }
-#pragma unroll
-        for (int s = 0; s < SW; ++s) {
+        auto start = [&] {
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    warp.sum[s][n][i] = 0.0f, part[s][n][i] = 0;
+                for (int i = 0; i < 2; ++i) {
+                    const int t = min((wn * NT + n) * 8 + lane % 4 * 2 + i, count - 1);
+                    scales[n][i] = x.scales + size_t(rows[t]) * (k / GROUP);
                 }
             }
-        }
-        for (int index = 0; index < stages; ++index) {
-            wait_for_copies<STAGES - 2>();
-            __syncthreads();
-            if (index + STAGES - 1 < stages) {
-                copy_weights<Int8Tile>(shared, w, strips, strip, k, index + STAGES - 1);
-                copy_rows<Int8Tile>(shared, x.codes, rows, count, k, index + STAGES - 1);
+#pragma unroll
+            for (int s = 0; s < SW; ++s) {
+#pragma unroll
+                for (int n = 0; n < NT; ++n) {
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        warp.sum[s][n][i] = 0.0f, part[s][n][i] = 0;
+                    }
+                }
             }
-            commit_copies();
-            const uint8_t *stage = shared + index % STAGES * STAGE_BYTES;
-            const uint32_t row = shared_address(stage) + WEIGHT_BYTES + (wn * NT * 8 + lane % 8) * PITCH + lane / 8 * 16;
-            add(stage + wm * SW * F::BYTES, row, scales, index * (DEPTH / GROUP), lane);
-        }
-        wait_for_copies<0>();
-        __syncthreads();
+        };
+        in_stages<Int8Tile>(
+            shared, w, strips, strip, k, ready,
+            [&](int index) { copy_rows<Int8Tile>(shared, x.codes, rows, count, k, index); }, start,
+            [&](int index, const uint8_t *stage) {
+                const uint32_t row = shared_address(stage) + WEIGHT_BYTES + (wn * NT * 8 + lane % 8) * PITCH + lane / 8 * 16;
+                add(stage + wm * SW * F::BYTES, row, scales, index * (DEPTH / GROUP), lane);
+            });
     }
 
   private:

@@ -1,11 +1,12 @@
-// strips_bf16, strips_int8, strips_int4, strips_nvfp4: a stored matrix [n, k], or a pair of them, as strips
-// (common/strips.cuh), without padding rows or columns of the source being read.
+// strips_bf16, strips_int8, strips_int4, strips_nvfp4, strips_nvfp4_codes: a stored matrix [n, k], or a pair of them, as strips
+// (common/strips.cuh; of codes: common/fp4.cuh), without padding rows or columns of the source being read.
 // upper, lower: where rows g and g+8 of a strip come from: row s * stride + g of `upper` and s * stride + g of `lower`.
 // One matrix: stride 16, and lower = rows from 8 on of the same (lower_row = 8). Gate and up: stride 8, lower_row = 0.
 // data: as the file has it: bf16 row-major, i8 and i4 row-major or in tiles (`tiled`), nvfp4 in tiles.
 // scales: as the file has them.   target: strips * k / UNIT * BYTES bytes, 16-byte aligned.   k: a multiple of UNIT.
 // Grid: x over the words of a strip, y = strips.  Block: 256 threads, a 32-bit word of the target each.  Shared: none.
 // Bound by memory; it runs once, while weights are loaded.   Oracle: tests/kernels/cuda_matrices.rs, by value.
+#include "common/fp4.cuh"
 #include "common/strips.cuh"
 
 namespace {
@@ -68,7 +69,7 @@ __device__ __forceinline__ uint32_t spread(uint32_t code, int i, int second) {
     return word << by | (by ? word >> (32 - by) : 0);
 }
 
-enum Kind { BF16, INT8, INT4, NVFP4 };
+enum Kind { BF16, INT8, INT4, NVFP4, NVFP4_CODES };
 
 template <Kind KIND>
 __device__ __forceinline__ void make(uint32_t *target, Source upper, Source lower, int n, int k, int group, int stride,
@@ -76,7 +77,7 @@ __device__ __forceinline__ void make(uint32_t *target, Source upper, Source lowe
     constexpr int COLUMN_BYTES = KIND == BF16 ? 32 : KIND == INT8 ? 16 : 8;
     const int unit = (KIND == INT8 || KIND == INT4) && group > 64 ? group : 64;
     const int code_words = unit * COLUMN_BYTES / 4;
-    const int block_words = code_words + (KIND == BF16 ? 0 : KIND == NVFP4 ? 16 : unit / group * 8);
+    const int block_words = code_words + (KIND == BF16 ? 0 : KIND == NVFP4 || KIND == NVFP4_CODES ? 16 : unit / group * 8);
     const int word_of_strip = blockIdx.x * blockDim.x + threadIdx.x;
     if (word_of_strip >= k / unit * block_words) {
         return;
@@ -87,7 +88,10 @@ __device__ __forceinline__ void make(uint32_t *target, Source upper, Source lowe
     auto row_of = [&](int g, int i) { return first + g + (i % 2 ? lower_row : 0); };
     auto source_of = [&](int i) { return i % 2 ? lower : upper; };
     uint32_t word = 0;
-    if (at >= code_words) {
+    if constexpr (KIND == NVFP4_CODES) {
+        word = nvfp4_codes_word(at, {upper.data, upper.scales}, {lower.data, lower.scales}, row_of(0, 0), row_of(0, 1),
+                                block * unit, n, k);
+    } else if (at >= code_words) {
         const int scale = at - code_words;
         if constexpr (KIND == NVFP4) {
             const int g = scale / 2, i = scale % 2;
@@ -128,8 +132,7 @@ __device__ __forceinline__ void make(uint32_t *target, Source upper, Source lowe
             }
         }
     }
-    const int band = blockIdx.y / BAND * BAND, across = min(BAND, int(gridDim.y) - band);
-    target[(size_t(band) * (k / unit) + block * across + blockIdx.y % BAND) * block_words + at] = word;
+    target[place_of_block(gridDim.y, k / unit, blockIdx.y, block) * block_words + at] = word;
 }
 
 }  // namespace
@@ -144,3 +147,4 @@ STRIPS(strips_bf16, BF16)
 STRIPS(strips_int8, INT8)
 STRIPS(strips_int4, INT4)
 STRIPS(strips_nvfp4, NVFP4)
+STRIPS(strips_nvfp4_codes, NVFP4_CODES)

@@ -7,7 +7,7 @@
 
 #include "warp_tile.cuh"
 
-/// Begins copying stage `index` of the weights of `T`, a `Tile` or an `Int8Tile`: of `strips` in all, those from `strip` on.
+/// Begins copying stage `index` of the weights of `T`, a `Tile`, an `Int8Tile` or an `Fp4Tile`: of `strips` in all, those from `strip` on.
 template <class T>
 __device__ __forceinline__ void copy_weights(uint8_t *shared, const uint8_t *w, int strips, int strip, int k,
                                              int index) {
@@ -29,19 +29,57 @@ __device__ __forceinline__ void copy_weights(uint8_t *shared, const uint8_t *w, 
     }
 }
 
-/// Begins copying stage `index` of the rows: row `rows[t]` of `x` for each `t < count`.
-template <class T, class X>
+/// Begins copying stage `index` of the rows: row `rows[t]` of `x: [any, k]` for each `t < count`, `DEPTH` elements of it.
+template <class T, int DEPTH = T::DEPTH, class X>
 __device__ __forceinline__ void copy_rows(uint8_t *shared, const X *x, const uint32_t *rows, int count, int k,
                                           int index) {
-    constexpr int COLUMNS = 16 / sizeof(X), PIECES = T::DEPTH / COLUMNS;
+    constexpr int COLUMNS = 16 / sizeof(X), PIECES = DEPTH / COLUMNS;
     uint32_t to = shared_address(shared) + index % T::STAGES * T::STAGE_BYTES + T::WEIGHT_BYTES;
 #pragma unroll
     for (int first = 0; first < T::COLS * PIECES; first += T::THREADS) {
         int piece = first + threadIdx.x, t = piece / PIECES, at = piece % PIECES;
         if ((T::COLS * PIECES % T::THREADS == 0 || piece < T::COLS * PIECES) && t < count) {
-            copy_16(to + t * T::PITCH + at * 16, x + size_t(rows[t]) * k + index * T::DEPTH + at * COLUMNS);
+            copy_16(to + t * T::PITCH + at * 16, x + size_t(rows[t]) * k + index * DEPTH + at * COLUMNS);
         }
     }
+}
+
+/// Goes through the stages of a product of codes by `T`, as `Tile::run` does of its own. (Through this, some of the kernels that
+/// are made of `Tile` would spill more registers.) Weights are on their way before `ready`, which fills the list of rows after it
+/// has waited for whatever they depend on; `copy_rows_of(index)` begins copying stage `index` of the rows; `start` is called
+/// when the list is there, and `add(index, stage)` for each stage in order, which is in shared memory then.
+template <class T, class READY, class COPY, class START, class ADD>
+__device__ __forceinline__ void in_stages(uint8_t *shared, const uint8_t *w, int strips, int strip, int k, READY ready,
+                                          COPY copy_rows_of, START start, ADD add) {
+    const int stages = k / T::DEPTH;
+#pragma unroll
+    for (int index = 0; index < T::STAGES - 1; ++index) {
+        if (index < stages) {
+            copy_weights<T>(shared, w, strips, strip, k, index);
+        }
+    }
+    ready();
+    __syncthreads();
+#pragma unroll
+    for (int index = 0; index < T::STAGES - 1; ++index) {
+        if (index < stages) {
+            copy_rows_of(index);
+        }
+        commit_copies();
+    }
+    start();
+    for (int index = 0; index < stages; ++index) {
+        wait_for_copies<T::STAGES - 2>();
+        __syncthreads();
+        if (index + T::STAGES - 1 < stages) {
+            copy_weights<T>(shared, w, strips, strip, k, index + T::STAGES - 1);
+            copy_rows_of(index + T::STAGES - 1);
+        }
+        commit_copies();
+        add(index, shared + index % T::STAGES * T::STAGE_BYTES);
+    }
+    wait_for_copies<0>();
+    __syncthreads();
 }
 
 template <class FORMAT, int WM_, int WN_, int SW_, int NT_, int DEPTH_, int STAGES_>

@@ -1,4 +1,4 @@
-// The two products of the experts as tiles, for experts.cu: what a block does that has a tile of slots, or of the shared
+// The two products of the experts as tiles, for experts.cu and those of quantized rows: what a block does that has a tile of slots, or of the shared
 // expert's rows.
 #pragma once
 
@@ -70,7 +70,7 @@ struct Fitting {
 
 /// The tile of `T::ROWS` weight rows from strip `strip` on and `count` tokens. `rows[t]` (shared memory) are rows of `x`
 /// and `targets[t]` those of `out` once `ready` was called. `n`: weight rows; `out` has n / 2 columns after SwiGLU.
-/// `T`: a `Tile`, or an `Int8Tile` with `QuantizedRows` for `x`.
+/// `T`: a `Tile`, an `Int8Tile` with `QuantizedRows` for `x`, or an `Fp4Tile` with `Fp4Rows`.
 template <class T, Projection PROJECTION, class X, class READY>
 __device__ __forceinline__ void expert_tile(uint8_t *shared, bf16 *out, X x, const uint8_t *w, float upper_scale,
                                             float lower_scale, int strip, int count, int n, int k, const uint32_t *rows,
@@ -137,6 +137,36 @@ __device__ __forceinline__ void experts(bf16 *out, const bf16 *x, Weights w, con
             if (PROJECTION == DOWN) {
                 wait_for_kernel_in_front();
                 allow_kernel_behind();
+            }
+        });
+    });
+}
+
+/// The most slots of a tile of quantized rows.
+constexpr int QUANTIZED_SLOTS_MAX = 32;
+
+/// A block of the kernels that multiply quantized rows. `TILES<NT>::Type`: the tile for up to 8 NT slots; `x_of(e)`: the rows
+/// as that tile takes them for expert `e`. The shared expert is elsewhere.
+template <template <int> class TILES, Projection PROJECTION, class X_OF>
+__device__ __forceinline__ void experts_of_quantized_rows(bf16 *out, Weights w, Routes routes, int n, int k, X_OF x_of) {
+    extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ uint32_t row_of[QUANTIZED_SLOTS_MAX], target_of[QUANTIZED_SLOTS_MAX];
+    allow_kernel_behind();
+    wait_for_kernel_in_front();
+    constexpr int ROWS = TILES<1>::Type::ROWS;
+    const int across = (n + ROWS - 1) / ROWS;
+    if (int(blockIdx.x) / across >= int(*routes.tile_count)) {
+        return;
+    }
+    const uint4 slots_of = routes.tiles[blockIdx.x / across];
+    const int first = slots_of.y, count = slots_of.z, strip = blockIdx.x % across * (ROWS / 16);
+    with_room_for<QUANTIZED_SLOTS_MAX / 8>(count, [&](auto nt) {
+        using T = typename TILES<decltype(nt)::VALUE>::Type;
+        expert_tile<T, PROJECTION>(shared, out, x_of(slots_of.x), w.data + slots_of.x * w.bytes, 1.0f, 1.0f, strip, count, n,
+                                   k, row_of, target_of, [&] {
+            for (int t = threadIdx.x; t < count; t += T::THREADS) {
+                row_of[t] = PROJECTION == GATE_UP ? routes.slot_rows[first + t] : first + t;
+                target_of[t] = PROJECTION == GATE_UP ? first + t : routes.slot_parts[first + t];
             }
         });
     });

@@ -12,7 +12,6 @@
 
 namespace {
 
-constexpr int SLOTS_MAX = 32;
 /// Shared memory of a block, so that three are resident where there is so much, and one on every GPU from Ampere on.
 constexpr int SHARED_BYTES = 74 * 1024;
 
@@ -22,31 +21,11 @@ struct OfSlots {
     static constexpr int FIT = SHARED_BYTES / Two::STAGE_BYTES;
     using Type = Int8Tile<F, 4, 1, 2, NT, FIT < 4 ? FIT : 4>;
 };
-
-template <class F, Projection PROJECTION>
-__device__ __forceinline__ void experts(bf16 *out, QuantizedRows x, Weights w, Routes routes, int n, int k) {
-    extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ uint32_t row_of[SLOTS_MAX], target_of[SLOTS_MAX];
-    allow_kernel_behind();
-    wait_for_kernel_in_front();
-    constexpr int ROWS = OfSlots<F, 1>::Type::ROWS;
-    const int across = (n + ROWS - 1) / ROWS;
-    if (int(blockIdx.x) / across >= int(*routes.tile_count)) {
-        return;
-    }
-    const uint4 slots_of = routes.tiles[blockIdx.x / across];
-    const int first = slots_of.y, count = slots_of.z, strip = blockIdx.x % across * (ROWS / 16);
-    with_room_for<4>(count, [&](auto nt) {
-        using T = typename OfSlots<F, decltype(nt)::VALUE>::Type;
-        expert_tile<T, PROJECTION>(shared, out, x, w.data + slots_of.x * w.bytes, 1.0f, 1.0f, strip, count, n, k, row_of,
-                                   target_of, [&] {
-            for (int t = threadIdx.x; t < count; t += T::THREADS) {
-                row_of[t] = PROJECTION == GATE_UP ? routes.slot_rows[first + t] : first + t;
-                target_of[t] = PROJECTION == GATE_UP ? first + t : routes.slot_parts[first + t];
-            }
-        });
-    });
-}
+template <class F>
+struct Of {
+    template <int NT>
+    using Tiles = OfSlots<F, NT>;
+};
 
 template <int G>
 __device__ __forceinline__ void quantize(int8_t *codes, float *scales, const bf16 *x, size_t pieces) {
@@ -109,8 +88,10 @@ QUANTIZE(128)
         NAME(bf16 *out, const int8_t *codes, const float *row_scales, const uint8_t *w, uint64_t bytes,                \
              const uint4 *tiles, const uint32_t *tile_count, const uint32_t *slot_rows, const uint32_t *slot_parts,    \
              int n, int k) {                                                                                           \
-        experts<FORMAT, PROJECTION>(out, QuantizedRows{codes, row_scales}, Weights{w, bytes, nullptr},                 \
-                                    Routes{tiles, tile_count, slot_rows, slot_parts}, n, k);                           \
+        const QuantizedRows x{codes, row_scales};                                                                      \
+        experts_of_quantized_rows<Of<FORMAT>::Tiles, PROJECTION>(                                                      \
+            out, Weights{w, bytes, nullptr}, Routes{tiles, tile_count, slot_rows, slot_parts}, n, k,                   \
+            [&](int) { return x; });                                                                                   \
     }
 #define BOTH(SUFFIX, FORMAT)                                                                                           \
     EXPERTS(experts_int8_gate_up_##SUFFIX, FORMAT, GATE_UP)                                                            \

@@ -21,8 +21,8 @@ use crate::cpu::{self, Isa};
 use crate::matrix::WeightMatrix;
 
 pub use encoder::{Encoder, FloatMatrix};
-pub(crate) use nvfp4::e2m1_nearest;
 pub use nvfp4::{E2M1, e4m3};
+pub(crate) use nvfp4::{e2m1_nearest, group_scale};
 pub use search::{Quality, UnknownQuality};
 
 /// The regions of an encoded matrix, as they lie on disk.

@@ -38,7 +38,7 @@ pub(super) fn encode_row(values: &[f32], global_scale: f32, codes: &mut [u8], sc
 }
 
 /// The scale code of a group. Zeros get one; anything else at least the smallest positive scale.
-pub(super) fn group_scale(max_abs: f32, global_scale: f32) -> u8 {
+pub(crate) fn group_scale(max_abs: f32, global_scale: f32) -> u8 {
     if max_abs == 0.0 { E4M3_ONE } else { e4m3_nearest((max_abs / E2M1_MAX) / global_scale).max(1) }
 }
 

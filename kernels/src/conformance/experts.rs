@@ -164,6 +164,30 @@ impl ExpertsCase {
         Some(self.weighted(&by_expert))
     }
 
+    /// [`Self::expected`] with activations of four bits; `None` where the experts are not NVFP4.
+    #[must_use]
+    pub fn expected_fp4(&self) -> Option<Vec<f32>> {
+        if self.experts[0].gate.view().encoding() != Encoding::Nvfp4 {
+            return None;
+        }
+        let inner = self.experts[0].gate.view().rows();
+        let mut x = self.x.clone();
+        oracle::round_to_fp4(&mut x, self.hidden);
+        let rows = x.len() / self.hidden;
+        let of_expert = |expert: &StoredExpert| {
+            let (mut gate, mut up) = (vec![0.0; rows * inner], vec![0.0; rows * inner]);
+            oracle::linear(&mut gate, &x, &expert.gate.values(), self.hidden);
+            oracle::linear(&mut up, &x, &expert.up.values(), self.hidden);
+            let (mut gated, mut out) = (vec![0.0; gate.len()], vec![0.0; x.len()]);
+            oracle::swiglu(&mut gated, &gate, &up);
+            oracle::round_to_fp4(&mut gated, inner);
+            oracle::linear(&mut out, &gated, &expert.down.values(), inner);
+            out
+        };
+        let by_expert: Vec<Vec<f32>> = self.experts.iter().map(of_expert).collect();
+        Some(self.weighted(&by_expert))
+    }
+
     /// The weighted sums of what each expert makes of every row.
     fn weighted(&self, by_expert: &[Vec<f32>]) -> Vec<f32> {
         let slots = self.slots();

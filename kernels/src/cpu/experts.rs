@@ -141,13 +141,13 @@ pub fn has_int8_experts(isa: Isa, matrix: &WeightMatrix<'_>) -> bool {
 }
 
 /// Which rows use which experts.
-struct Uses<'a> {
+pub(super) struct Uses<'a> {
     /// In ascending order of ids.
-    experts: Vec<Used<'a>>,
+    pub(super) experts: Vec<Used<'a>>,
     /// Of each row and slot.
-    places: Vec<Place>,
+    pub(super) places: Vec<Place>,
     /// Width of the experts.
-    inner: usize,
+    pub(super) inner: usize,
 }
 
 /// An expert in use.
@@ -163,13 +163,13 @@ pub(super) struct Used<'a> {
 
 /// Where a slot of a row is computed: row `index` of expert in use `used`.
 #[derive(Clone, Copy, Default)]
-struct Place {
-    used: usize,
-    index: usize,
+pub(super) struct Place {
+    pub(super) used: usize,
+    pub(super) index: usize,
 }
 
 impl<'a> Uses<'a> {
-    fn new(ids: &[u32], slots: usize, expert: impl Fn(u32) -> Expert<'a>) -> Self {
+    pub(super) fn new(ids: &[u32], slots: usize, expert: impl Fn(u32) -> Expert<'a>) -> Self {
         let mut order: Vec<usize> = (0..ids.len()).collect();
         order.sort_by_key(|&slot| ids[slot]);
         let mut experts: Vec<Used<'a>> = Vec::new();
@@ -196,7 +196,7 @@ impl<'a> Uses<'a> {
 
 impl Used<'_> {
     /// Where its rows lie in an array with `width` values for each row of each expert in use.
-    fn places(&self, width: usize) -> Range<usize> {
+    pub(super) fn places(&self, width: usize) -> Range<usize> {
         self.rows_before * width..(self.rows_before + self.rows.len()) * width
     }
 }

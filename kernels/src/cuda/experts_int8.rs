@@ -36,13 +36,13 @@ pub struct Int8Experts {
     formats: BTreeMap<String, OfFormat>,
 }
 
-/// Where quantized rows are kept between kernels: as many bytes as the widest input has elements, and a scale for each 32
-/// of them.
+/// Where quantized rows are kept between kernels: as many bytes as the widest input has elements, or twice as many for rows
+/// of four bits, which can be kept as BF16; and a scale for each 32 elements.
 #[derive(Clone, Copy, Debug)]
 pub struct QuantizedRows {
-    /// Codes, `[rows, K]`, in the order of the source.
+    /// Codes, `[rows, K]`, in the order of the source, or what is kept instead; aligned to 16.
     pub codes: Pointer<u8>,
-    /// `[rows, K / group]`
+    /// `[rows, K / group]`, or of rows of four bits `[rows]`.
     pub scales: Pointer<f32>,
 }
 

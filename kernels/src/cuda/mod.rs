@@ -11,6 +11,7 @@ mod attention;
 mod ceilings;
 mod device;
 mod experts;
+mod experts_fp4;
 mod experts_int8;
 mod linear;
 mod norm;
@@ -25,6 +26,7 @@ pub use device::{
     Pointer, Properties, Unavailable, argument, device_count,
 };
 pub use experts::{Experts, Slots};
+pub use experts_fp4::Fp4Experts;
 pub use experts_int8::{Int8Experts, QuantizedRows};
 pub use linear::{Linear, VOCABULARY_TILE};
 pub use norm::{Norm, NormShape, Parts};

@@ -27,8 +27,10 @@ pub enum Format {
         /// Columns of a group: 32, 64 or 128.
         group: usize,
     },
-    /// E2M1 with a scale for 16 columns and one for the matrix.
+    /// E2M1 with a scale for 16 columns and one for the matrix, in the order of the operands that it is widened to.
     Nvfp4,
+    /// The same, in the order of the operands that it is itself. `cu/common/fp4.cuh`.
+    Nvfp4Codes,
 }
 
 impl Format {
@@ -45,6 +47,12 @@ impl Format {
         }
     }
 
+    /// The format for GPUs that multiply four-bit numbers.
+    #[must_use]
+    pub fn in_codes(self) -> Self {
+        if self == Self::Nvfp4 { Self::Nvfp4Codes } else { self }
+    }
+
     /// Whether a matrix of `rows` rows of `cols` columns can be kept so and multiplied.
     pub fn check(self, rows: usize, cols: usize) -> Result<(), CudaError> {
         if rows.is_multiple_of(8) && cols.is_multiple_of(128) {
@@ -56,7 +64,7 @@ impl Format {
     /// Columns of a block: codes, then their scales.
     fn unit(self) -> usize {
         match self {
-            Self::Bf16 | Self::Nvfp4 => 64,
+            Self::Bf16 | Self::Nvfp4 | Self::Nvfp4Codes => 64,
             Self::Int8 { group } | Self::Int4 { group } => group.max(64),
         }
     }
@@ -69,7 +77,7 @@ impl Format {
             Self::Bf16 => unit * 32,
             Self::Int8 { group } => unit * 16 + unit / group * 32,
             Self::Int4 { group } => unit * 8 + unit / group * 32,
-            Self::Nvfp4 => unit * 8 + 64,
+            Self::Nvfp4 | Self::Nvfp4Codes => unit * 8 + 64,
         };
         rows.div_ceil(STRIP) * (cols / unit) * block
     }
@@ -81,12 +89,13 @@ impl Format {
             Self::Int8 { group } => format!("int8_{group}"),
             Self::Int4 { group } => format!("int4_{group}"),
             Self::Nvfp4 => "nvfp4".to_owned(),
+            Self::Nvfp4Codes => "nvfp4_codes".to_owned(),
         }
     }
 
     fn group(self) -> usize {
         match self {
-            Self::Bf16 | Self::Nvfp4 => 16,
+            Self::Bf16 | Self::Nvfp4 | Self::Nvfp4Codes => 16,
             Self::Int8 { group } | Self::Int4 { group } => group,
         }
     }
@@ -127,6 +136,7 @@ pub struct Relayout {
     int8: Kernel,
     int4: Kernel,
     nvfp4: Kernel,
+    nvfp4_codes: Kernel,
 }
 
 impl Relayout {
@@ -138,10 +148,11 @@ impl Relayout {
             int8: kernel("strips_int8")?,
             int4: kernel("strips_int4")?,
             nvfp4: kernel("strips_nvfp4")?,
+            nvfp4_codes: kernel("strips_nvfp4_codes")?,
         })
     }
 
-    /// Lays out the matrix `stored`, `[rows, cols]` in `encoding` with `group` columns a scale, at `target`.
+    /// Lays out the matrix `stored`, `[rows, cols]` in `encoding`, at `target`, in a format that keeps it.
     ///
     /// # Safety
     /// `stored` holds such a matrix; `target` has [`Format::matrix_bytes`] of it, aligned to 16, elsewhere.
@@ -150,16 +161,16 @@ impl Relayout {
         target: Pointer<u8>,
         stored: Stored,
         encoding: Encoding,
-        group: usize,
+        format: Format,
         rows: usize,
         cols: usize,
     ) -> Result<(), CudaError> {
         // Row g of strip s is row 16 s + g, and row g + 8 is row 16 s + 8 + g.
         // SAFETY: the caller's promise.
-        unsafe { self.run(target, [stored, stored], encoding, group, rows, cols, rows.div_ceil(STRIP), 16, 8) }
+        unsafe { self.run(target, [stored, stored], encoding, format, rows, cols, rows.div_ceil(STRIP), 16, 8) }
     }
 
-    /// Lays out `gate` and `up`, each `[rows, cols]`, as one matrix of `2 * rows` rows at `target`.
+    /// Lays out `gate` and `up`, each `[rows, cols]` in `encoding`, as one matrix of `2 * rows` rows at `target`.
     ///
     /// # Safety
     /// As [`alone`](Self::alone), with [`Format::matrix_bytes`] of `2 * rows` rows.
@@ -170,13 +181,13 @@ impl Relayout {
         gate: Stored,
         up: Stored,
         encoding: Encoding,
-        group: usize,
+        format: Format,
         rows: usize,
         cols: usize,
     ) -> Result<(), CudaError> {
         // Row g of strip s is row 8 s + g of gate, and row g + 8 is that row of up.
         // SAFETY: the caller's promise.
-        unsafe { self.run(target, [gate, up], encoding, group, rows, cols, rows.div_ceil(8), 8, 0) }
+        unsafe { self.run(target, [gate, up], encoding, format, rows, cols, rows.div_ceil(8), 8, 0) }
     }
 
     #[expect(clippy::too_many_arguments, reason = "the parameters of the kernels")]
@@ -185,20 +196,25 @@ impl Relayout {
         target: Pointer<u8>,
         [upper, lower]: [Stored; 2],
         encoding: Encoding,
-        group: usize,
+        format: Format,
         rows: usize,
         cols: usize,
         strips: usize,
         stride: i32,
         lower_row: i32,
     ) -> Result<(), CudaError> {
-        let format = Format::of(encoding, group)?;
+        let keeps = match Format::of(encoding, format.group())? {
+            Format::Nvfp4 => matches!(format, Format::Nvfp4 | Format::Nvfp4Codes),
+            other => other == format,
+        };
+        assert!(keeps, "{encoding} in {format:?}");
         format.check(rows, cols)?;
         let kernel = match format {
             Format::Bf16 => &self.bf16,
             Format::Int8 { .. } => &self.int8,
             Format::Int4 { .. } => &self.int4,
             Format::Nvfp4 => &self.nvfp4,
+            Format::Nvfp4Codes => &self.nvfp4_codes,
         };
         let words = (format.matrix_bytes(STRIP, cols) / 4) as u32;
         let tiled = i32::from(matches!(encoding, Encoding::I8Mma | Encoding::I4Mma));

@@ -7,6 +7,7 @@
 mod attention;
 mod candidates;
 mod experts;
+mod fp4;
 mod int8;
 mod linear;
 mod norm;
@@ -17,6 +18,7 @@ mod swiglu;
 pub use attention::attention;
 pub use candidates::candidates;
 pub use experts::{PlainExpert, experts, feed_forward};
+pub use fp4::{Fp4Row, round_to_fp4, scale_of_row};
 pub use int8::{code_of, linear_int8, quantize_row, scale_of_group};
 pub use linear::linear;
 pub use norm::rms_norm;

@@ -14,17 +14,19 @@ use minnow_kernels::{codec, oracle};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use super::verify::{TOLERANCE_BF16, TOLERANCE_F32};
-use super::{Backend, Batch, Ceilings, Logits, ModelError, Need, Output, PageId, Point, Probe, Recorder, Segment};
+use super::verify::{TOLERANCE_BF16, TOLERANCE_F32, TOLERANCE_FP4};
+use super::{
+    Backend, Batch, Ceilings, ExpertActivations, Logits, ModelError, Need, Output, PageId, Point, Probe, Recorder,
+    Segment, check_fp4_experts,
+};
 use crate::decoder::{Candidate, Candidates};
-use crate::weights::{Experts, FeedForward, Gated, HeadNorms, Layer, Weights};
+use crate::weights::{Experts, FeedForward, Gated, HeadNorms, Layer, Stored, Weights};
 
 /// The model on this machine's cores.
 pub struct Cpu {
     weights: Weights,
     isa: Isa,
-    /// Whether what enters the routed experts is quantized to eight bits.
-    has_int8_experts: bool,
+    expert_activations: ExpertActivations,
     threads: ThreadPool,
     /// Rotary frequencies, `[rotary_dim / 2]`.
     frequencies: Vec<f32>,
@@ -57,7 +59,7 @@ impl Cpu {
         let pool = ThreadPoolBuilder::new().num_threads(threads).thread_name(|index| format!("cpu-{index}")).build();
         Ok(Self {
             isa: Isa::detect_up_to(isa),
-            has_int8_experts: false,
+            expert_activations: ExpertActivations::Plain,
             threads: pool.map_err(|error| ModelError::Threads { threads, message: error.to_string() })?,
             frequencies: oracle::inv_freq(weights.config.rope_theta, weights.config.rotary_dim),
             pages: vec![None; page_count],
@@ -67,19 +69,20 @@ impl Cpu {
 }
 
 impl Cpu {
-    /// The same backend with what enters the routed experts quantized to eight bits (`kernels::oracle::linear_int8`).
-    /// Refused where the instruction set or the experts are not made for it.
-    pub fn with_int8_expert_activations(self) -> Result<Self, ModelError> {
-        let experts = self.weights.layers.iter().filter_map(|layer| match &layer.feed_forward {
-            FeedForward::Dense(_) => None,
-            FeedForward::Experts(experts) => Some(&experts.routed),
-        });
-        let unfit =
-            experts.flatten().flat_map(Gated::matrices).find(|matrix| !cpu::has_int8_experts(self.isa, &matrix.view()));
-        match unfit {
-            None => Ok(Self { has_int8_experts: true, ..self }),
-            Some(matrix) => Err(ModelError::Int8Experts { isa: self.isa.to_string(), tensor: matrix.name.clone() }),
+    /// The same backend with these activations. Refused where the instruction set or the experts are not made for them.
+    pub fn with_expert_activations(self, activations: ExpertActivations) -> Result<Self, ModelError> {
+        match activations {
+            ExpertActivations::Plain => {}
+            ExpertActivations::Int8 => {
+                let fits = |matrix: &&Stored| cpu::has_int8_experts(self.isa, &matrix.view());
+                if let Some(matrix) = self.weights.routed_experts().find(|matrix| !fits(matrix)) {
+                    let (isa, tensor) = (self.isa.to_string(), matrix.name.clone());
+                    return Err(ModelError::Int8Experts { isa, tensor });
+                }
+            }
+            ExpertActivations::Fp4 => check_fp4_experts(&self.weights)?,
         }
+        Ok(Self { expert_activations: activations, ..self })
     }
 
     /// Bytes of K and V of a block on the instruction set that a backend would choose.
@@ -106,16 +109,20 @@ impl Backend for Cpu {
 
     fn describe(&self) -> String {
         let threads = self.threads.current_num_threads();
-        let int8 = if self.has_int8_experts { ", int8 expert activations" } else { "" };
-        format!("cpu ({}, {threads} thread{}{int8})", self.isa, if threads == 1 { "" } else { "s" })
+        let plural = if threads == 1 { "" } else { "s" };
+        format!("cpu ({}, {threads} thread{plural}{})", self.isa, self.expert_activations.suffix())
     }
 
     fn arithmetic(&self) -> String {
-        format!("cpu {}{}", self.isa, if self.has_int8_experts { ", int8 expert activations" } else { "" })
+        format!("cpu {}{}", self.isa, self.expert_activations.suffix())
     }
 
     fn tolerance(&self) -> f64 {
-        if self.isa.rounds_to_bf16() { TOLERANCE_BF16 } else { TOLERANCE_F32 }
+        match self.expert_activations {
+            ExpertActivations::Fp4 => TOLERANCE_FP4,
+            _ if self.isa.rounds_to_bf16() => TOLERANCE_BF16,
+            _ => TOLERANCE_F32,
+        }
     }
 
     fn ceilings(&self) -> Option<Ceilings> {
@@ -146,14 +153,14 @@ impl Backend for Cpu {
     }
 
     fn forward(&mut self, batch: &Batch<'_>, probe: Option<&mut dyn Probe>) -> Result<Vec<Output>, ModelError> {
-        let Self { weights, isa, has_int8_experts, threads, frequencies, pages } = self;
+        let Self { weights, isa, expert_activations, threads, frequencies, pages } = self;
         batch.check(&weights.config, pages.len())?;
         let config = &weights.config;
         for page in batch.segments.iter().flat_map(|segment| segment.pages) {
             let new = || KvBlock::new(*isa, heads(config), config.num_hidden_layers);
             pages[page.0 as usize].get_or_insert_with(new);
         }
-        let pass = Pass { config, isa: *isa, has_int8_experts: *has_int8_experts, frequencies };
+        let pass = Pass { config, isa: *isa, expert_activations: *expert_activations, frequencies };
         Ok(threads.install(|| pass.run(weights, batch, pages, &mut Recorder(probe))))
     }
 }
@@ -162,7 +169,7 @@ impl Backend for Cpu {
 struct Pass<'a> {
     config: &'a ModelConfig,
     isa: Isa,
-    has_int8_experts: bool,
+    expert_activations: ExpertActivations,
     frequencies: &'a [f32],
 }
 
@@ -384,10 +391,11 @@ impl Pass<'_> {
             self.record(probe, parts, Some(index), Point::RouterWeights, &weights);
         }
         let routed = |id: u32| expert(&experts.routed[id as usize]);
-        if self.has_int8_experts {
-            cpu::experts_int8(self.isa, out, h, &ids, &weights, config.hidden_size, routed);
-        } else {
-            cpu::experts(self.isa, out, h, &ids, &weights, config.hidden_size, routed);
+        let (isa, hidden) = (self.isa, config.hidden_size);
+        match self.expert_activations {
+            ExpertActivations::Plain => cpu::experts(isa, out, h, &ids, &weights, hidden, routed),
+            ExpertActivations::Int8 => cpu::experts_int8(isa, out, h, &ids, &weights, hidden, routed),
+            ExpertActivations::Fp4 => cpu::experts_fp4(isa, out, h, &ids, &weights, hidden, routed),
         }
         if let Some(shared) = &experts.shared {
             let mut of_shared = vec![0.0; out.len()];

@@ -16,12 +16,13 @@ pub mod verify;
 
 use std::collections::HashMap;
 
-use minnow_common::{BLOCK, ModelConfig};
+use minnow_common::{BLOCK, Encoding, ModelConfig};
 use serde::Serialize;
 use thiserror::Error;
 
 pub use crate::cache::PageId;
 use crate::decoder::Candidates;
+use crate::weights::{Stored, Weights};
 
 /// A model on a device, with room for the K/V of [`page_count`](Self::page_count) blocks.
 pub trait Backend: Send {
@@ -83,6 +84,29 @@ pub struct Ceilings {
     pub read_bytes_per_second: f64,
     /// Floating-point operations in a second, of the products that weights go through.
     pub flops_per_second: f64,
+}
+
+/// What enters the projections of routed experts.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ExpertActivations {
+    /// What the model computes.
+    #[default]
+    Plain,
+    /// That, quantized to eight bits in the groups of the weights (`kernels::oracle::linear_int8`).
+    Int8,
+    /// That, quantized to four bits row by row (`kernels::oracle::round_to_fp4`).
+    Fp4,
+}
+
+impl ExpertActivations {
+    /// What the description of a backend says of it, behind what it says of the device.
+    fn suffix(self) -> &'static str {
+        match self {
+            Self::Plain => "",
+            Self::Int8 => ", int8 expert activations",
+            Self::Fp4 => ", fp4 expert activations",
+        }
+    }
 }
 
 /// How long a kernel ran on a device.
@@ -289,6 +313,14 @@ pub enum ModelError {
         /// The first expert matrix that is not stored so, or any where the instruction set is the reason.
         tensor: String,
     },
+    /// Activations of four bits were asked for where they are not to be had.
+    #[error("--fp4-expert-activations needs experts stored as nvfp4, and {tensor} is stored as {encoding}")]
+    Fp4Experts {
+        /// The first expert matrix that is not stored so.
+        tensor: String,
+        /// How it is stored.
+        encoding: String,
+    },
     /// The GPU failed.
     #[cfg(feature = "cuda")]
     #[error(transparent)]
@@ -430,6 +462,16 @@ fn page_bytes(config: &ModelConfig) -> usize {
 fn check_page_size(config: &ModelConfig, found: usize) -> Result<(), ModelError> {
     let expected = page_bytes(config);
     if found == expected { Ok(()) } else { Err(ModelError::PageSize { found, expected }) }
+}
+
+/// Refuses experts that activations of four bits are not defined for.
+fn check_fp4_experts(weights: &Weights) -> Result<(), ModelError> {
+    match weights.routed_experts().find(|matrix| matrix.spec.encoding() != Encoding::Nvfp4) {
+        None => Ok(()),
+        Some(Stored { name, spec, .. }) => {
+            Err(ModelError::Fp4Experts { tensor: name.clone(), encoding: spec.encoding().to_string() })
+        }
+    }
 }
 
 /// Writes `values: [n]` into `bytes: [4 n]`, little-endian.

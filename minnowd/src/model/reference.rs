@@ -12,10 +12,11 @@ use std::collections::BTreeMap;
 
 use candle_core::{D, Device, Tensor};
 use minnow_common::{BLOCK, ModelConfig, Routing};
+use minnow_kernels::oracle;
 
 use super::{
-    Backend, Batch, Logits, ModelError, Need, Output, PageId, Point, Probe, Recorder, Segment, check_page_size,
-    read_values, write_values,
+    Backend, Batch, ExpertActivations, Logits, ModelError, Need, Output, PageId, Point, Probe, Recorder, Segment,
+    check_fp4_experts, check_page_size, read_values, write_values,
 };
 use crate::decoder::Candidates;
 use crate::weights::{FeedForward, Gated, Layer, Stored, Weights};
@@ -29,6 +30,8 @@ pub struct Reference {
     head: Tensor,
     rope: Rope,
     pages: Vec<Page>,
+    /// Whether what enters the routed experts is quantized to four bits.
+    has_fp4_experts: bool,
 }
 
 /// Weights of one layer; matrices are `[out, in]`.
@@ -77,8 +80,20 @@ impl Reference {
             head: matrix(&weights.head)?,
             rope: Rope::new(config.rope_theta, config.rotary_dim),
             pages: (0..page_count).map(|_| vec![None; config.num_hidden_layers]).collect(),
+            has_fp4_experts: false,
             config,
         })
+    }
+
+    /// The same with what enters the routed experts of `weights`, its own, quantized to four bits
+    /// (`kernels::oracle::round_to_fp4`). Refused where they are not NVFP4.
+    pub fn with_fp4_expert_activations(self, weights: &Weights) -> Result<Self, ModelError> {
+        check_fp4_experts(weights)?;
+        Ok(Self { has_fp4_experts: true, ..self })
+    }
+
+    fn expert_activations(&self) -> ExpertActivations {
+        if self.has_fp4_experts { ExpertActivations::Fp4 } else { ExpertActivations::Plain }
     }
 
     /// Evaluates the blocks of one segment in order.
@@ -113,7 +128,7 @@ impl Reference {
         context: &BlockContext<'_>,
         probe: &mut Recorder<'_>,
     ) -> Result<Tensor, ModelError> {
-        let Self { config, embedding, layers, pages, .. } = self;
+        let Self { config, embedding, layers, pages, has_fp4_experts, .. } = self;
         let mut x = embedding.index_select(&Tensor::new(tokens, &Device::Cpu)?, 0)?;
         record(probe, context.segment, None, Point::Embeddings, &x)?;
         for (index, layer) in layers.iter().enumerate() {
@@ -121,7 +136,7 @@ impl Reference {
             x = (x + layer.attention(&h, index, config, context, pages, probe)?)?;
             record(probe, context.segment, Some(index), Point::Attention, &x)?;
             let h = rms_norm(&x, &layer.post_norm, config.rms_norm_eps)?;
-            x = (x + layer.feed_forward(&h, index, config, context, probe)?)?;
+            x = (x + layer.feed_forward(&h, index, config, *has_fp4_experts, context, probe)?)?;
             record(probe, context.segment, Some(index), Point::Hidden, &x)?;
         }
         Ok(x)
@@ -138,7 +153,7 @@ impl Backend for Reference {
     }
 
     fn describe(&self) -> String {
-        "reference (candle, f32)".to_owned()
+        format!("reference (candle, f32{})", self.expert_activations().suffix())
     }
 
     fn arithmetic(&self) -> String {
@@ -253,6 +268,7 @@ impl ReferenceLayer {
         h: &Tensor,
         index: usize,
         config: &ModelConfig,
+        has_fp4_experts: bool,
         context: &BlockContext<'_>,
         probe: &mut Recorder<'_>,
     ) -> Result<Tensor, ModelError> {
@@ -275,7 +291,9 @@ impl ReferenceLayer {
         for (expert, (rows, weights)) in routes.by_expert() {
             let rows = Tensor::new(rows, &Device::Cpu)?;
             let weights = Tensor::new(weights, &Device::Cpu)?.unsqueeze(1)?;
-            let out = routed[expert].apply(&h.index_select(&rows, 0)?)?.broadcast_mul(&weights)?;
+            let (expert, h) = (&routed[expert], h.index_select(&rows, 0)?);
+            let out = if has_fp4_experts { expert.apply_fp4(&h)? } else { expert.apply(&h)? };
+            let out = out.broadcast_mul(&weights)?;
             sum = sum.index_add(&rows, &out, 0)?;
         }
         match shared {
@@ -291,8 +309,23 @@ impl ReferenceGated {
     }
 
     fn apply(&self, h: &Tensor) -> Result<Tensor, ModelError> {
-        linear(&(linear(h, &self.gate)?.silu()? * linear(h, &self.up)?)?, &self.down)
+        linear(&self.gated(h)?, &self.down)
     }
+
+    /// The same of what four bits leave of the rows that enter each projection.
+    fn apply_fp4(&self, h: &Tensor) -> Result<Tensor, ModelError> {
+        linear(&rounded_to_fp4(&self.gated(&rounded_to_fp4(h)?)?)?, &self.down)
+    }
+
+    fn gated(&self, h: &Tensor) -> Result<Tensor, ModelError> {
+        Ok((linear(h, &self.gate)?.silu()? * linear(h, &self.up)?)?)
+    }
+}
+
+fn rounded_to_fp4(rows: &Tensor) -> Result<Tensor, ModelError> {
+    let mut rounded = values(rows)?;
+    oracle::round_to_fp4(&mut rounded, rows.dim(1)?);
+    Ok(Tensor::from_vec(rounded, rows.shape(), &Device::Cpu)?)
 }
 
 /// Which experts each position of a block uses, and how much.

@@ -27,6 +27,13 @@ pub const TOLERANCE_F32: f64 = 3e-4;
 /// walk: 20 layers end near sqrt(200) * 2^-9 = 2.8 %. A wrong scale or a swapped row is far beyond.
 pub const TOLERANCE_BF16: f64 = 0.045;
 
+/// [`TOLERANCE_BF16`] where what enters the experts is quantized to four bits, by both backends.
+///
+/// Two values that differ by 2^-9 of themselves, as above, fall to different codes in one of so many cases, and codes are about
+/// 2^-2 of a value apart: a root mean square of sqrt(2^-9 * 2^-2) = 2.2 % of what experts add. In 20 layers that ends near
+/// sqrt(20) * 2.2 % = 10 %. A wrong scale is a factor of a tenth at least, and of two for the scale of a row.
+pub const TOLERANCE_FP4: f64 = 0.1;
+
 /// Largest relative distance once a close call fell differently.
 ///
 /// A token that swaps one of its k experts replaces about 1/k of its routed output, and through the pool of its block

@@ -209,6 +209,15 @@ impl Weights {
         sum
     }
 
+    /// The matrices of all routed experts.
+    pub fn routed_experts(&self) -> impl Iterator<Item = &Stored> {
+        let of_layers = self.layers.iter().filter_map(|layer| match &layer.feed_forward {
+            FeedForward::Dense(_) => None,
+            FeedForward::Experts(experts) => Some(&experts.routed),
+        });
+        of_layers.flatten().flat_map(Gated::matrices)
+    }
+
     /// Every matrix that is kept as stored.
     pub fn matrices(&self) -> impl Iterator<Item = &Stored> {
         [&self.embedding, &self.head].into_iter().chain(self.layers.iter().flat_map(Layer::matrices))

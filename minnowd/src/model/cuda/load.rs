@@ -14,9 +14,9 @@ use half::bf16;
 use minnow_common::units::FileOffset;
 use minnow_common::{Encoding, TensorSpec};
 use minnow_formats::checkpoint::{Checkpoint, ReadError, Span, TensorBytes};
-use minnow_kernels::cuda::{Buffer, Device, Event, Format, Pinned, Relayout, Stored};
+use minnow_kernels::cuda::{Buffer, Device, Event, Pinned, Relayout, Stored};
 
-use super::weights::{Homes, Item, LoadError, Target, group, shape, spec_of};
+use super::weights::{Homes, Item, LoadError, Target, shape, spec_of};
 
 /// Parts that are being read, copied or laid out at a time.
 const SLOTS: usize = 12;
@@ -244,7 +244,7 @@ fn put(
             // SAFETY: the layout has room for these rows, and the slot stays as it is until its event.
             unsafe { device.copy(at, slot.device.pointer(), data.bytes) }?;
         }
-        Target::Strips { offset, scale } => {
+        Target::Strips { offset, scale, format } => {
             let up_spec = part.up.map(|up| spec_of(checkpoint, up)).transpose()?;
             let global: Vec<f32> =
                 [Some(spec), up_spec].into_iter().flatten().filter_map(TensorSpec::global_scale).collect();
@@ -255,17 +255,17 @@ fn put(
                 data: slot.device.at(data.at),
                 scales: slot.device.at(scales.at),
             };
-            let (encoding, group) = (spec.encoding(), group(spec));
-            let at = homes.matrices.at(offset + Format::of(encoding, group)?.matrix_bytes(part.first_row, cols));
+            let encoding = spec.encoding();
+            let at = homes.matrices.at(offset + format.matrix_bytes(part.first_row, cols));
             // SAFETY: the layout has room for the matrix, and its regions were just copied, of the sizes that shape and
             // encoding ask for.
             unsafe {
                 match part.up {
                     Some(_) => {
                         let (gate, up) = (stored(data, scales), stored(up_data, up_scales));
-                        relayout.pair(at, gate, up, encoding, group, part.rows, cols)?;
+                        relayout.pair(at, gate, up, encoding, format, part.rows, cols)?;
                     }
-                    None => relayout.alone(at, stored(data, scales), encoding, group, part.rows, cols)?,
+                    None => relayout.alone(at, stored(data, scales), encoding, format, part.rows, cols)?,
                 }
             }
         }

@@ -16,7 +16,7 @@ use half::bf16;
 use minnow_common::units::HumanBytes;
 use minnow_common::{BLOCK, ModelConfig};
 use minnow_formats::checkpoint::Checkpoint;
-use minnow_kernels::cuda::{CudaError, Device, Graph};
+use minnow_kernels::cuda::{CudaError, Device, Fp4Experts, Graph};
 use minnow_kernels::ops::CANDIDATES;
 use minnow_kernels::{cuda, oracle};
 use thiserror::Error;
@@ -25,9 +25,10 @@ use tracing::info;
 use self::pass::{Blind, Kernels, Look, Memory, PassShape, Seen};
 use self::weights::{DeviceWeights, FeedForward, Layout};
 use self::workspace::{BatchLimits, Workspace};
-use super::verify::TOLERANCE_BF16;
+use super::verify::{TOLERANCE_BF16, TOLERANCE_FP4};
 use super::{
-    Backend, Batch, Ceilings, KernelTime, Logits, ModelError, Need, Output, PageId, Point, PrefillBlocks, Probe,
+    Backend, Batch, Ceilings, ExpertActivations, KernelTime, Logits, ModelError, Need, Output, PageId, Point,
+    PrefillBlocks, Probe,
 };
 use crate::decoder::{Candidate, Candidates};
 
@@ -55,8 +56,8 @@ pub struct CudaOptions {
     pub cache_max_bytes: Option<u64>,
     /// Whether payloads are compared with their digests.
     pub verifies: bool,
-    /// Whether what enters the routed experts is quantized to eight bits (`kernels::oracle::linear_int8`).
-    pub int8_experts: bool,
+    /// What enters the routed experts.
+    pub expert_activations: ExpertActivations,
 }
 
 /// Why a model does not run on a GPU.
@@ -117,8 +118,7 @@ pub struct Cuda {
     graphs: BTreeMap<PassShape, Graph>,
     /// Blocks up to which refinement is recorded.
     graph_blocks: usize,
-    /// Whether what enters the routed experts is quantized.
-    has_int8_experts: bool,
+    expert_activations: ExpertActivations,
 }
 
 /// Part of a segment in one pass.
@@ -135,11 +135,13 @@ impl Cuda {
     pub fn new(checkpoint: &Checkpoint, options: CudaOptions) -> Result<Self, StartError> {
         let config = checkpoint.config();
         let device = Device::open(options.ordinal)?;
-        let layout = Layout::new(checkpoint)?;
-        let kernels = Kernels::new(&device, config, &layout.expert_formats(), options.int8_experts)?;
+        let has_fp4 = options.expert_activations == ExpertActivations::Fp4;
+        let layout = Layout::new(checkpoint, has_fp4 && Fp4Experts::is_native_on(&device)?)?;
+        let kernels = Kernels::new(&device, config, &layout.expert_formats(), options.expert_activations)?;
         let one_request = options.context.div_ceil(BLOCK);
         let blocks = PREFILL_BLOCKS.max(options.running_max + PREFILL_BLOCKS_MIXED);
-        let limits = BatchLimits { blocks, table_entries: blocks * one_request, int8_experts: options.int8_experts };
+        let limits =
+            BatchLimits { blocks, table_entries: blocks * one_request, expert_activations: options.expert_activations };
         let workspace_bytes = Workspace::bytes(config, limits, &kernels.attention);
         let page_bytes = page_bytes(config) as u64;
         let needed = one_request as u64 * page_bytes;
@@ -189,7 +191,7 @@ impl Cuda {
             rotations,
             graphs: BTreeMap::new(),
             graph_blocks: options.running_max,
-            has_int8_experts: options.int8_experts,
+            expert_activations: options.expert_activations,
         })
     }
 
@@ -197,6 +199,17 @@ impl Cuda {
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// What the description says behind the device: activations, and of four-bit ones also how they are multiplied, for that
+    /// decides the bits.
+    fn suffix(&self) -> String {
+        let products = match self.kernels.multiplies_fp4() {
+            None => "",
+            Some(true) => " multiplied as fp4",
+            Some(false) => " widened to bf16",
+        };
+        format!("{}{products}", self.expert_activations.suffix())
     }
 
     fn memory(&self) -> Memory<'_> {
@@ -381,17 +394,16 @@ impl Backend for Cuda {
     fn describe(&self) -> String {
         let properties = self.device.properties();
         let (major, minor) = properties.capability;
-        let int8 = if self.has_int8_experts { ", int8 expert activations" } else { "" };
-        format!("cuda ({}, sm_{major}{minor}{int8})", properties.name)
+        format!("cuda ({}, sm_{major}{minor}{})", properties.name, self.suffix())
     }
 
     fn arithmetic(&self) -> String {
         let (major, minor) = self.device.properties().capability;
-        format!("cuda sm_{major}{minor}{}", if self.has_int8_experts { ", int8 expert activations" } else { "" })
+        format!("cuda sm_{major}{minor}{}", self.suffix())
     }
 
     fn tolerance(&self) -> f64 {
-        TOLERANCE_BF16
+        if self.expert_activations == ExpertActivations::Fp4 { TOLERANCE_FP4 } else { TOLERANCE_BF16 }
     }
 
     fn ceilings(&self) -> Option<Ceilings> {

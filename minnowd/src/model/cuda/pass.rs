@@ -6,14 +6,14 @@
 use half::bf16;
 use minnow_common::{BLOCK, ModelConfig};
 use minnow_kernels::cuda::{
-    Attention, BlockTables, Buffer, CudaError, Device, Experts, Format, HeadTransform, Int8Experts, Linear, Norm,
-    NormShape, PagesOfLayer, Parts, Pointer, Router, Sampler, Slots, Strips, VOCABULARY_TILE, tiles_max,
+    Attention, BlockTables, Buffer, CudaError, Device, Experts, Format, Fp4Experts, HeadTransform, Int8Experts, Linear,
+    Norm, NormShape, PagesOfLayer, Parts, Pointer, Router, Sampler, Slots, Strips, VOCABULARY_TILE, tiles_max,
 };
 use minnow_kernels::ops::{CANDIDATES, RouterRules};
 
 use super::weights::{DeviceWeights, FeedForward, Gated, Layer};
 use super::workspace::{Workspace, heads};
-use crate::model::Point;
+use crate::model::{ExpertActivations, Point};
 
 /// What decides which kernels a forward consists of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -56,6 +56,13 @@ impl Look for Blind {
     }
 }
 
+/// Those of the experts, by what enters them.
+enum ExpertKernels {
+    Plain(Experts),
+    Int8(Int8Experts),
+    Fp4(Fp4Experts),
+}
+
 /// The kernels with the model they belong to.
 pub(super) struct Kernels {
     pub(super) config: ModelConfig,
@@ -63,9 +70,7 @@ pub(super) struct Kernels {
     pub(super) linear: Linear,
     norm: Norm,
     router: Router,
-    experts: Experts,
-    /// Instead, if activations of experts are quantized.
-    int8_experts: Option<Int8Experts>,
+    experts: ExpertKernels,
     sampler: Sampler,
     rules: RouterRules,
 }
@@ -86,7 +91,7 @@ impl Kernels {
         device: &Device,
         config: &ModelConfig,
         expert_formats: &[Format],
-        int8_experts: bool,
+        activations: ExpertActivations,
     ) -> Result<Self, CudaError> {
         let rules = RouterRules {
             routing: config.routing,
@@ -110,11 +115,22 @@ impl Kernels {
             linear: Linear::new(device)?,
             norm: Norm::new(device)?,
             router: Router::new(device)?,
-            experts: Experts::new(device, expert_formats)?,
-            int8_experts: int8_experts.then(|| Int8Experts::new(device, expert_formats)).transpose()?,
+            experts: match activations {
+                ExpertActivations::Plain => ExpertKernels::Plain(Experts::new(device, expert_formats)?),
+                ExpertActivations::Int8 => ExpertKernels::Int8(Int8Experts::new(device, expert_formats)?),
+                ExpertActivations::Fp4 => ExpertKernels::Fp4(Fp4Experts::new(device, expert_formats)?),
+            },
             sampler: Sampler::new(device)?,
             rules,
         })
+    }
+
+    /// Whether four-bit numbers are multiplied as such; `None` where there are none.
+    pub(super) fn multiplies_fp4(&self) -> Option<bool> {
+        match &self.experts {
+            ExpertKernels::Fp4(experts) => Some(experts.is_native()),
+            ExpertKernels::Plain(_) | ExpertKernels::Int8(_) => None,
+        }
     }
 
     /// Queues a forward of the blocks in the workspace's input. Afterwards the normalised residual stream of all rows is
@@ -243,9 +259,10 @@ impl Kernels {
         let w = memory.workspace;
         let (experts, k) = (self.config.num_experts, self.config.num_experts_per_tok);
         let (slots, stride) = (rows * k, k + usize::from(shared.is_some()));
-        let tile_rows = match self.int8_experts {
-            Some(_) => Int8Experts::TILE_ROWS,
-            None => self.experts.tile_rows(slots, experts),
+        let tile_rows = match &self.experts {
+            ExpertKernels::Plain(kernels) => kernels.tile_rows(slots, experts),
+            ExpertKernels::Int8(_) => Int8Experts::TILE_ROWS,
+            ExpertKernels::Fp4(kernels) => kernels.tile_rows(slots, experts),
         };
         let choices = w.choices();
         let slots = Slots {
@@ -266,12 +283,21 @@ impl Kernels {
             look.look(Some(index), Point::RouterWeights, Seen::F32(&w.weights, k))?;
             let (gate_up, down) = (shared.map(|gated| &gated.gate_up), shared.map(|gated| &gated.down));
             let parts = w.parts.pointer();
-            if let (Some(experts), Some(quantized)) = (&self.int8_experts, w.quantized()) {
-                experts.gate_up(gated, h, &routed.gate_up, gate_up, &slots, quantized)?;
-                experts.down(parts, gated, &routed.down, down, &slots, stride, quantized)?;
-            } else {
-                self.experts.gate_up(gated, h, &routed.gate_up, gate_up, &slots)?;
-                self.experts.down(parts, gated, &routed.down, down, &slots, stride)?;
+            match &self.experts {
+                ExpertKernels::Plain(experts) => {
+                    experts.gate_up(gated, h, &routed.gate_up, gate_up, &slots)?;
+                    experts.down(parts, gated, &routed.down, down, &slots, stride)?;
+                }
+                ExpertKernels::Int8(experts) => {
+                    let quantized = w.quantized();
+                    experts.gate_up(gated, h, &routed.gate_up, gate_up, &slots, quantized)?;
+                    experts.down(parts, gated, &routed.down, down, &slots, stride, quantized)?;
+                }
+                ExpertKernels::Fp4(experts) => {
+                    let quantized = w.quantized();
+                    experts.gate_up(gated, h, &routed.gate_up, gate_up, &slots, quantized)?;
+                    experts.down(parts, gated, &routed.down, down, &slots, stride, quantized)?;
+                }
             }
         }
         Ok(Parts { parts: w.parts.pointer(), weights: w.weights.pointer(), slots: k, stride })

@@ -40,7 +40,7 @@ pub(super) enum Target {
     Rows(usize),
     /// Strips from this byte of the matrices on, a pair as one matrix; the global scales, if there are any, from that
     /// place of the scales on.
-    Strips { offset: usize, scale: usize },
+    Strips { offset: usize, scale: usize, format: Format },
     /// BF16 from this element of the vectors on.
     Vector(usize),
     /// f32 from this element of the biases on.
@@ -138,11 +138,19 @@ pub(super) struct DeviceWeights {
 }
 
 impl Layout {
-    /// Lays out the tensors of a checkpoint that has been checked to be a whole model.
-    pub(super) fn new(checkpoint: &Checkpoint) -> Result<Self, LoadError> {
+    /// Lays out the tensors of a checkpoint that has been checked to be a whole model. `multiplies_fp4`: whether products of
+    /// NVFP4 matrices are those of four-bit numbers.
+    pub(super) fn new(checkpoint: &Checkpoint, multiplies_fp4: bool) -> Result<Self, LoadError> {
         let config = checkpoint.config();
-        let mut planner =
-            Planner { checkpoint, items: Vec::new(), matrix_bytes: 0, vector_len: 0, bias_len: 0, scale_len: 0 };
+        let mut planner = Planner {
+            checkpoint,
+            multiplies_fp4,
+            items: Vec::new(),
+            matrix_bytes: 0,
+            vector_len: 0,
+            bias_len: 0,
+            scale_len: 0,
+        };
         let embedding = planner.rows(EMBEDDING)?;
         let layers = (0..config.num_hidden_layers).map(|index| planner.layer(index)).collect::<Result<_, _>>()?;
         let final_norm = planner.vector(FINAL_NORM)?;
@@ -175,6 +183,7 @@ impl Layout {
 /// Hands out places.
 struct Planner<'a> {
     checkpoint: &'a Checkpoint,
+    multiplies_fp4: bool,
     items: Vec<Item>,
     matrix_bytes: usize,
     vector_len: usize,
@@ -233,9 +242,9 @@ impl Planner<'_> {
         for (index, prefix) in prefixes.iter().enumerate() {
             let (offset, scale) = (gate_up.offset + index * sizes[0], gate_up.scales + 2 * index);
             let up = Some(name(prefix, 1));
-            self.items.push(Item { name: name(prefix, 0), up, target: Target::Strips { offset, scale } });
+            self.items.push(Item { name: name(prefix, 0), up, target: Target::Strips { offset, scale, format } });
             let (offset, scale) = (down.offset + index * sizes[1], down.scales + index);
-            self.put(&name(prefix, 2), Target::Strips { offset, scale });
+            self.put(&name(prefix, 2), Target::Strips { offset, scale, format: down_format });
         }
         Ok(GatedMatrices { gate_up, down })
     }
@@ -245,7 +254,7 @@ impl Planner<'_> {
         self.floating(name)?;
         let (format, rows, cols) = self.stored(name)?;
         let matrix = self.reserve(format, rows, cols, 1, 1)?;
-        self.put(name, Target::Strips { offset: matrix.offset, scale: matrix.scales });
+        self.put(name, Target::Strips { offset: matrix.offset, scale: matrix.scales, format });
         Ok(matrix)
     }
 
@@ -298,7 +307,8 @@ impl Planner<'_> {
     fn stored(&self, name: &str) -> Result<(Format, usize, usize), LoadError> {
         let spec = spec_of(self.checkpoint, name)?;
         let (rows, cols) = shape(spec);
-        Ok((Format::of(spec.encoding(), group(spec))?, rows, cols))
+        let format = Format::of(spec.encoding(), group(spec))?;
+        Ok((if self.multiplies_fp4 { format.in_codes() } else { format }, rows, cols))
     }
 
     /// The same of a tensor that must be BF16.
@@ -324,7 +334,7 @@ pub(super) fn shape(spec: &TensorSpec) -> (usize, usize) {
 }
 
 /// Columns that share a scale; 0 for floating encodings.
-pub(super) fn group(spec: &TensorSpec) -> usize {
+fn group(spec: &TensorSpec) -> usize {
     spec.group().map_or(0, |group| group.get())
 }
 
@@ -354,7 +364,7 @@ impl DeviceWeights {
             cols: matrix.cols,
             data: homes.matrices.at(matrix.offset),
             global_scales: match matrix.format {
-                Format::Nvfp4 => homes.scales.at(matrix.scales),
+                Format::Nvfp4 | Format::Nvfp4Codes => homes.scales.at(matrix.scales),
                 _ => Pointer::null(),
             },
         };

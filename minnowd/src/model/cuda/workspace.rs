@@ -7,6 +7,8 @@ use minnow_kernels::cuda::{
 };
 use minnow_kernels::ops::{CANDIDATES, Heads};
 
+use crate::model::ExpertActivations;
+
 /// Rows whose candidates are found in one go: bounds what is kept of each tile of the vocabulary.
 const HEAD_ROWS_MAX: usize = 2048;
 /// No experts kernel takes fewer slots to a tile.
@@ -21,8 +23,8 @@ pub(super) struct BatchLimits {
     pub(super) blocks: usize,
     /// Entries of all page tables.
     pub(super) table_entries: usize,
-    /// Whether activations of experts are quantized.
-    pub(super) int8_experts: bool,
+    /// What enters the routed experts.
+    pub(super) expert_activations: ExpertActivations,
 }
 
 /// Arrays of a step. `rows` is `32 * limits.blocks` throughout.
@@ -51,8 +53,8 @@ pub(super) struct Workspace {
     pub(super) attention: (Buffer<f32>, Buffer<f32>),
     /// Gated values: of the dense part `[rows, intermediate]`, of experts `[slots, inner]` and `[rows, shared inner]`.
     pub(super) gated: Buffer<bf16>,
-    /// Quantized inputs of experts and their scales: of rows, then of slots.
-    quantized: Option<(Buffer<u8>, Buffer<f32>)>,
+    /// Quantized inputs of experts and their scales: of rows, then of slots. None where they are not quantized.
+    quantized: (Buffer<u8>, Buffer<f32>),
     /// Outputs of experts, `[rows, stride, hidden]`.
     pub(super) parts: Buffer<bf16>,
     /// `[rows, experts]`
@@ -100,6 +102,7 @@ impl Lengths {
         let slots = rows * config.num_experts_per_tok;
         let of_experts = slots * config.moe_intermediate_size + rows * config.shared_intermediate_size();
         let stride = config.num_experts_per_tok + usize::from(config.num_shared_experts > 0);
+        let widest = (rows * config.hidden_size).max(slots * config.moe_intermediate_size);
         Self {
             rows,
             slots,
@@ -110,9 +113,11 @@ impl Lengths {
             gated: of_experts.max(rows * config.intermediate_size),
             parts: rows * stride * config.hidden_size,
             attention: attention.scratch_len(limits.blocks, heads(config)),
-            quantized: match limits.int8_experts {
-                true => (rows * config.hidden_size).max(slots * config.moe_intermediate_size),
-                false => 0,
+            quantized: match limits.expert_activations {
+                ExpertActivations::Plain => 0,
+                ExpertActivations::Int8 => widest,
+                // Where a GPU does not multiply four-bit numbers, what they stand for is kept as BF16.
+                ExpertActivations::Fp4 => size_of::<bf16>() * widest,
             },
         }
     }
@@ -174,10 +179,7 @@ impl Workspace {
             mixed: device.zeroed(len.rows * heads_width)?,
             attention: (device.zeroed(len.attention.0)?, device.zeroed(len.attention.1)?),
             gated: device.zeroed(len.gated)?,
-            quantized: match len.quantized {
-                0 => None,
-                bytes => Some((device.zeroed(bytes)?, device.zeroed(bytes / GROUP_MIN)?)),
-            },
+            quantized: (device.zeroed(len.quantized)?, device.zeroed(len.quantized / GROUP_MIN)?),
             parts: device.zeroed(len.parts)?,
             router_logits: device.zeroed(len.rows * config.num_experts)?,
             ids: device.zeroed(len.slots)?,
@@ -209,10 +211,10 @@ impl Workspace {
         self.limits.blocks * (2 + BLOCK)
     }
 
-    /// Where quantized inputs of experts go, if they are quantized.
-    pub(super) fn quantized(&self) -> Option<QuantizedRows> {
-        let (codes, scales) = self.quantized.as_ref()?;
-        Some(QuantizedRows { codes: codes.pointer(), scales: scales.pointer() })
+    /// Where quantized inputs of experts go; there is no room if they are not quantized.
+    pub(super) fn quantized(&self) -> QuantizedRows {
+        let (codes, scales) = &self.quantized;
+        QuantizedRows { codes: codes.pointer(), scales: scales.pointer() }
     }
 
     /// Where the router's results go.
