@@ -69,13 +69,13 @@ pub(crate) trait Lanes: Copy + Send + Sync {
         assert!(row + R <= STRIP && feature + N <= STRIP);
         for (x, weights) in x.iter().zip(weights) {
             let mut factors = [self.splat(0.0); N];
-            for n in 0..N {
-                factors[n] = self.load(&weights.0[feature + n]);
+            for (factor, weights) in factors.iter_mut().zip(&weights.0[feature..]) {
+                *factor = self.load(weights);
             }
-            for r in 0..R {
-                let x = self.load(&x.0[row + r]);
-                for n in 0..N {
-                    sums[r][n] = self.mul_add(x, factors[n], sums[r][n]);
+            for (sums, x) in sums.iter_mut().zip(&x.0[row..]) {
+                let x = self.load(x);
+                for (sum, factor) in sums.iter_mut().zip(factors) {
+                    *sum = self.mul_add(x, factor, *sum);
                 }
             }
         }

@@ -444,27 +444,23 @@ impl Lanes for Avx2 {
         for half in 0..2 {
             proven! {
                 let mut halves = [[_mm256_setzero_ps(); N]; R];
-                for r in 0..R {
-                    for n in 0..N {
-                        halves[r][n] = sums[r][n][half];
-                    }
+                for (half_sum, sum) in halves.as_flattened_mut().iter_mut().zip(sums.as_flattened()) {
+                    *half_sum = sum[half];
                 }
                 for (x, weights) in x.iter().zip(weights) {
                     let mut factors = [_mm256_setzero_ps(); N];
-                    for n in 0..N {
-                        factors[n] = _mm256_loadu_ps(weights.0[feature + n].as_chunks::<8>().0[half].as_ptr());
+                    for (factor, weights) in factors.iter_mut().zip(&weights.0[feature..]) {
+                        *factor = _mm256_loadu_ps(weights.as_chunks::<8>().0[half].as_ptr());
                     }
-                    for r in 0..R {
-                        let x = _mm256_loadu_ps(x.0[row + r].as_chunks::<8>().0[half].as_ptr());
-                        for n in 0..N {
-                            halves[r][n] = _mm256_fmadd_ps(x, factors[n], halves[r][n]);
+                    for (sums, x) in halves.iter_mut().zip(&x.0[row..]) {
+                        let x = _mm256_loadu_ps(x.as_chunks::<8>().0[half].as_ptr());
+                        for (sum, factor) in sums.iter_mut().zip(factors) {
+                            *sum = _mm256_fmadd_ps(x, factor, *sum);
                         }
                     }
                 }
-                for r in 0..R {
-                    for n in 0..N {
-                        sums[r][n][half] = halves[r][n];
-                    }
+                for (half_sum, sum) in halves.as_flattened().iter().zip(sums.as_flattened_mut()) {
+                    sum[half] = *half_sum;
                 }
             }
         }
