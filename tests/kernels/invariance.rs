@@ -108,7 +108,7 @@ fn the_dense_part_norm_and_gate_do_not_see_their_company() {
             let x = &x[first * hidden..][..count * hidden];
             let (mut normed, mut out) = (vec![f32::NAN; x.len()], vec![f32::NAN; x.len()]);
             cpu::rms_norm(isa, &mut normed, x, &weight, 1e-6);
-            cpu::feed_forward(isa, &mut out, &normed, &expert.view());
+            cpu::feed_forward(isa, &mut out, &normed, &expert.view(), &mut cpu::GatedScratch::default());
             out
         };
         let all = with_threads(1, || both(0, ROWS));

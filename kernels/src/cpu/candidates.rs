@@ -86,7 +86,9 @@ impl<'a> PieceSource<'a> {
         if tiles::takes(isa, head) {
             return Self::Bf16(HeadInput::new(isa, x, head), head);
         }
-        Self::F32 { isa, x: Packed::all(isa, x, head.cols()), head }
+        let mut packed = Packed::default();
+        packed.set_all(isa, x, head.cols());
+        Self::F32 { isa, x: packed, head }
     }
 
     /// Logits of `tokens` tokens from `first_token` on: `out: [rows, tokens]`.

@@ -84,14 +84,11 @@ impl Kernel for RmsNormRow<'_> {
     }
 }
 
-/// `out = silu(gate) * up`, element by element, with `silu(g) = g / (1 + exp(-g))`; all three of the same length.
-pub fn swiglu(isa: Isa, out: &mut [f32], gate: &[f32], up: &[f32]) {
-    assert!(out.len() == gate.len() && out.len() == up.len());
-    let pieces = out.par_chunks_mut(ELEMENTS_A_TASK).zip(gate.par_chunks(ELEMENTS_A_TASK));
-    pieces.zip(up.par_chunks(ELEMENTS_A_TASK)).for_each(|((out, gate), up)| {
-        out.copy_from_slice(gate);
-        isa.run(SwigluInPlace { gate: out, up });
-    });
+/// `gate = silu(gate) * up`, element by element, with `silu(g) = g / (1 + exp(-g))`; both of the same length.
+pub fn swiglu(isa: Isa, gate: &mut [f32], up: &[f32]) {
+    assert_eq!(gate.len(), up.len());
+    let pieces = gate.par_chunks_mut(ELEMENTS_A_TASK).zip(up.par_chunks(ELEMENTS_A_TASK));
+    pieces.for_each(|(gate, up)| isa.run(SwigluInPlace { gate, up }));
 }
 
 /// `gate = silu(gate) * up`; both of the same length.

@@ -8,7 +8,7 @@ use super::Isa;
 use super::columns::{ColumnBlock, column_blocks};
 use super::elementwise::{swiglu, swiglu_in_place};
 use super::isa::Kernel;
-use super::kept::with_kept;
+use super::kept::{with_kept, with_taken};
 use super::lanes::Lanes;
 use super::linear::{BlockProducts, FEATURES, linear};
 use super::products::{Packed, Step};
@@ -27,14 +27,23 @@ pub struct Expert<'a> {
     pub down: WeightMatrix<'a>,
 }
 
+/// Memory of [`feed_forward`], used again and again: two values of width `inner` for each row.
+#[derive(Clone, Debug, Default)]
+pub struct GatedScratch {
+    gate: Vec<f32>,
+    up: Vec<f32>,
+}
+
 /// `out = down(silu(gate(x)) * up(x))` for each row; `x`, `out`: `[rows, hidden]`.
-pub fn feed_forward(isa: Isa, out: &mut [f32], x: &[f32], expert: &Expert<'_>) {
+pub fn feed_forward(isa: Isa, out: &mut [f32], x: &[f32], expert: &Expert<'_>, scratch: &mut GatedScratch) {
     let len = x.len() / expert.gate.cols() * expert.gate.rows();
-    let (mut gate, mut up, mut gated) = (vec![0.0; len], vec![0.0; len], vec![0.0; len]);
-    linear(isa, &mut gate, x, &expert.gate);
-    linear(isa, &mut up, x, &expert.up);
-    swiglu(isa, &mut gated, &gate, &up);
-    linear(isa, out, &gated, &expert.down);
+    let GatedScratch { gate, up } = scratch;
+    gate.resize(len, 0.0);
+    up.resize(len, 0.0);
+    linear(isa, gate, x, &expert.gate);
+    linear(isa, up, x, &expert.up);
+    swiglu(isa, gate, up);
+    linear(isa, out, gate, &expert.down);
 }
 
 /// `out[r] = sum over slots of weights[r, slot] * feed_forward(x[r], expert(ids[r, slot]))`, added in slot order, or, in
@@ -67,31 +76,65 @@ pub fn experts<'a>(
         out.fill(0.0);
         return tiles::experts(isa, out, x, weights, hidden, &uses.experts, Activations::Rounded);
     }
-    let gated = gated(isa, x, &uses);
-    let pack = |used: &Used<'_>| Packed::all(isa, &gated[used.places(uses.inner)], uses.inner);
-    let packed: Vec<Packed> = uses.experts.par_iter().map(pack).collect();
-    column_blocks(out, hidden, FEATURES).into_par_iter().enumerate().for_each(|(block, mut columns)| {
-        with_kept!(DownScratch, |DownScratch { weights: of_block, products }: &mut DownScratch| {
-            // For each expert in use, its rows.
-            products.resize(ids.len(), [0.0; FEATURES]);
-            for (used, x) in uses.experts.iter().zip(&packed) {
-                let (out, w) = (&mut products[used.places(1)], &used.expert.down);
-                isa.run(BlockProducts { out, x: x.view(), w, first: block * FEATURES, weights: of_block });
-            }
-            for (row, (places, weights)) in uses.places.chunks_exact(slots).zip(weights.chunks_exact(slots)).enumerate()
-            {
-                let mut sums = [0.0; FEATURES];
-                for (place, weight) in places.iter().zip(weights) {
-                    let products = &products[uses.experts[place.used].rows_before + place.index];
-                    for (sum, product) in sums.iter_mut().zip(products) {
-                        *sum += weight * product;
-                    }
-                }
-                let out = columns.row_mut(row);
-                out.copy_from_slice(&sums[..out.len()]);
-            }
+    with_taken!(Between, |Between { gated, packed }: &mut Between| {
+        gated.resize(ids.len() * uses.inner, 0.0);
+        write_gated(isa, gated, x, &uses);
+        packed.resize_with(uses.experts.len(), Packed::default);
+        packed.par_iter_mut().zip(&uses.experts).for_each(|(packed, used)| {
+            packed.set_all(isa, &gated[used.places(uses.inner)], uses.inner);
+        });
+        column_blocks(out, hidden, FEATURES).into_par_iter().enumerate().for_each(|(block, out)| {
+            with_kept!(DownScratch, |scratch| {
+                DownTask { out, uses: &uses, x: packed, weights, first: block * FEATURES, scratch }.run(isa);
+            });
         });
     });
+}
+
+/// What lies between the projections.
+#[derive(Default)]
+struct Between {
+    /// For each expert in use, `[its rows, inner]`.
+    gated: Vec<f32>,
+    /// The same, as products read it.
+    packed: Vec<Packed>,
+}
+
+/// Some features of the second projection, of all rows, and their weighted sum.
+struct DownTask<'a> {
+    /// From `first` on.
+    out: ColumnBlock<'a>,
+    uses: &'a Uses<'a>,
+    /// Of each expert in use.
+    x: &'a [Packed],
+    /// `[rows, slots]`
+    weights: &'a [f32],
+    first: usize,
+    scratch: &'a mut DownScratch,
+}
+
+impl DownTask<'_> {
+    fn run(self, isa: Isa) {
+        let Self { mut out, uses, x, weights, first, scratch: DownScratch { weights: of_block, products } } = self;
+        // For each expert in use, its rows.
+        products.resize(weights.len(), [0.0; FEATURES]);
+        for (used, x) in uses.experts.iter().zip(x) {
+            let (out, w) = (&mut products[used.places(1)], &used.expert.down);
+            isa.run(BlockProducts { out, x: x.view(), w, first, weights: of_block });
+        }
+        let rows = uses.places.chunks_exact(uses.slots).zip(weights.chunks_exact(uses.slots));
+        for (row, (places, weights)) in rows.enumerate() {
+            let mut sums = [0.0; FEATURES];
+            for (place, weight) in places.iter().zip(weights) {
+                let products = &products[uses.experts[place.used].rows_before + place.index];
+                for (sum, product) in sums.iter_mut().zip(products) {
+                    *sum += weight * product;
+                }
+            }
+            let out = out.row_mut(row);
+            out.copy_from_slice(&sums[..out.len()]);
+        }
+    }
 }
 
 #[derive(Default)]
@@ -146,6 +189,8 @@ pub(super) struct Uses<'a> {
     pub(super) experts: Vec<Used<'a>>,
     /// Of each row and slot.
     pub(super) places: Vec<Place>,
+    /// Of each row.
+    pub(super) slots: usize,
     /// Width of the experts.
     pub(super) inner: usize,
 }
@@ -190,7 +235,7 @@ impl<'a> Uses<'a> {
             let hidden = down.rows();
             assert!([gate, up].iter().all(|w| (w.rows(), w.cols()) == (inner, hidden)) && down.cols() == inner);
         }
-        Self { experts, places, inner }
+        Self { experts, places, slots, inner }
     }
 }
 
@@ -205,11 +250,10 @@ impl Used<'_> {
 const GATE_FEATURES: usize = 64;
 const _: () = assert!(GATE_FEATURES.is_multiple_of(FEATURES));
 
-/// `silu(gate(x)) * up(x)` of every use: for each expert in use, `[its rows, inner]`.
-fn gated(isa: Isa, x: &[f32], uses: &Uses<'_>) -> Vec<f32> {
-    let mut gated = vec![0.0; uses.places.len() * uses.inner];
+/// `silu(gate(x)) * up(x)` of every use, into `gated`: for each expert in use, `[its rows, inner]`.
+fn write_gated(isa: Isa, gated: &mut [f32], x: &[f32], uses: &Uses<'_>) {
     let mut tasks = Vec::new();
-    let mut rest = &mut gated[..];
+    let mut rest = gated;
     for used in &uses.experts {
         let (of_expert, others) = rest.split_at_mut(used.places(uses.inner).len());
         rest = others;
@@ -219,7 +263,6 @@ fn gated(isa: Isa, x: &[f32], uses: &Uses<'_>) -> Vec<f32> {
     tasks.into_par_iter().for_each(|(used, first, out)| {
         with_kept!(GateScratch, |scratch| isa.run(GateTask { out, x, used, first, scratch }));
     });
-    gated
 }
 
 #[derive(Default)]

@@ -51,12 +51,12 @@ pub fn experts_fp4<'a>(
         let rows = used.rows.iter().map(|&row| &entering[row as usize * hidden..][..hidden]);
         let x = rows.collect::<Vec<_>>().concat();
         let len = used.rows.len() * uses.inner;
-        let (mut gate, mut up, mut gated) = (vec![0.0; len], vec![0.0; len], vec![0.0; len]);
+        let (mut gate, mut up) = (vec![0.0; len], vec![0.0; len]);
         linear(isa, &mut gate, &x, &used.expert.gate);
         linear(isa, &mut up, &x, &used.expert.up);
-        swiglu(isa, &mut gated, &gate, &up);
-        round_to_fp4(isa, &mut gated, uses.inner);
-        linear(isa, out, &gated, &used.expert.down);
+        swiglu(isa, &mut gate, &up);
+        round_to_fp4(isa, &mut gate, uses.inner);
+        linear(isa, out, &gate, &used.expert.down);
     });
     out.par_chunks_exact_mut(hidden).enumerate().for_each(|(row, out)| {
         out.fill(0.0);

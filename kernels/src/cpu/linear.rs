@@ -6,7 +6,7 @@ use super::Isa;
 use super::columns::column_blocks;
 use super::decode::decode_strip;
 use super::isa::Kernel;
-use super::kept::with_kept;
+use super::kept::{with_kept, with_taken};
 use super::lanes::{LANES, Lanes};
 use super::products::{GROUP, Packed, PackedView, Step, products};
 #[cfg(target_arch = "x86_64")]
@@ -37,14 +37,16 @@ pub fn linear_f32(isa: Isa, out: &mut [f32], x: &[f32], w: &WeightMatrix<'_>) {
     if rows == 0 {
         return;
     }
-    let packed = Packed::all(isa, x, w.cols());
-    column_blocks(out, w.rows(), FEATURES).into_par_iter().enumerate().for_each(|(block, mut columns)| {
-        with_kept!(BlockScratch, |scratch| {
-            let products = scratch.products(isa, packed.view(), w, block * FEATURES);
-            for (row, products) in products.iter().enumerate() {
-                let out = columns.row_mut(row);
-                out.copy_from_slice(&products[..out.len()]);
-            }
+    with_taken!(Packed, |packed: &mut Packed| {
+        packed.set_all(isa, x, w.cols());
+        column_blocks(out, w.rows(), FEATURES).into_par_iter().enumerate().for_each(|(block, mut columns)| {
+            with_kept!(BlockScratch, |scratch| {
+                let products = scratch.products(isa, packed.view(), w, block * FEATURES);
+                for (row, products) in products.iter().enumerate() {
+                    let out = columns.row_mut(row);
+                    out.copy_from_slice(&products[..out.len()]);
+                }
+            });
         });
     });
 }

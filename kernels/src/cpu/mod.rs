@@ -36,7 +36,7 @@ pub use candidates::{candidates, head_candidates};
 pub use ceilings::{multiply_rate, read_bandwidth};
 pub use decode::decode;
 pub use elementwise::{add, add_and_norm, rms_norm, swiglu};
-pub use experts::{Expert, experts, experts_int8, feed_forward, has_int8_experts};
+pub use experts::{Expert, GatedScratch, experts, experts_int8, feed_forward, has_int8_experts};
 pub use experts_fp4::{experts_fp4, round_to_fp4};
 pub use heads::{HeadNorm, prepare_heads};
 pub(crate) use isa::Kernel;

@@ -38,15 +38,14 @@ pub(super) struct Packed {
 }
 
 impl Packed {
-    /// All rows of `x: [_, cols]`, for kernels of `isa`. Parallel over groups.
-    pub(super) fn all(isa: Isa, x: &[f32], cols: usize) -> Self {
-        let (rows, width) = (x.len() / cols, cols.div_ceil(LANES));
-        let mut steps = vec![Step::ZERO; rows.div_ceil(GROUP) * width];
-        steps
-            .par_chunks_exact_mut(width)
+    /// Takes all rows of `x: [_, cols]`, in the memory of those it held. Parallel over groups.
+    pub(super) fn set_all(&mut self, isa: Isa, x: &[f32], cols: usize) {
+        (self.rows, self.width) = (x.len() / cols, cols.div_ceil(LANES));
+        self.steps.resize(self.rows.div_ceil(GROUP) * self.width, Step::ZERO);
+        self.steps
+            .par_chunks_exact_mut(self.width)
             .zip(x.par_chunks(GROUP * cols))
             .for_each(|(group, x)| isa.run(PackGroup { group, rows: x.chunks_exact(cols) }));
-        Self { steps, rows, width }
     }
 
     /// Takes `rows` of `cols` columns each, in the memory of those it held.

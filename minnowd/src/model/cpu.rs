@@ -30,6 +30,7 @@ pub struct Cpu {
     threads: ThreadPool,
     /// Rotary frequencies, `[rotary_dim / 2]`.
     frequencies: Vec<f32>,
+    workspace: Workspace,
     /// K and V of blocks; `None` until first written.
     pages: Vec<Option<KvBlock>>,
 }
@@ -62,6 +63,7 @@ impl Cpu {
             expert_activations: ExpertActivations::Plain,
             threads: pool.map_err(|error| ModelError::Threads { threads, message: error.to_string() })?,
             frequencies: oracle::inv_freq(weights.config.rope_theta, weights.config.rotary_dim),
+            workspace: Workspace::default(),
             pages: vec![None; page_count],
             weights,
         })
@@ -153,7 +155,7 @@ impl Backend for Cpu {
     }
 
     fn forward(&mut self, batch: &Batch<'_>, probe: Option<&mut dyn Probe>) -> Result<Vec<Output>, ModelError> {
-        let Self { weights, isa, expert_activations, threads, frequencies, pages } = self;
+        let Self { weights, isa, expert_activations, threads, frequencies, workspace, pages } = self;
         batch.check(&weights.config, pages.len())?;
         let config = &weights.config;
         for page in batch.segments.iter().flat_map(|segment| segment.pages) {
@@ -161,7 +163,42 @@ impl Backend for Cpu {
             pages[page.0 as usize].get_or_insert_with(new);
         }
         let pass = Pass { config, isa: *isa, expert_activations: *expert_activations, frequencies };
-        Ok(threads.install(|| pass.run(weights, batch, pages, &mut Recorder(probe))))
+        Ok(threads.install(|| pass.run(weights, batch, pages, workspace, &mut Recorder(probe))))
+    }
+}
+
+/// Arrays of a forward, as long as its rows ask for, kept for the next: fresh pages cost more than what most of them are
+/// needed for. They hold anything at first.
+#[derive(Default)]
+struct Workspace {
+    /// The residual stream, its normalised form, and what a part of a layer adds to it: `[rows, hidden]`.
+    x: Vec<f32>,
+    h: Vec<f32>,
+    y: Vec<f32>,
+    /// `[rows, qkv rows]`
+    qkv: Vec<f32>,
+    /// `[rows, heads * head_dim]`
+    mixed: Vec<f32>,
+    experts: ExpertsWorkspace,
+}
+
+/// The part of it that feed-forward parts use.
+#[derive(Default)]
+struct ExpertsWorkspace {
+    /// `[rows, experts]`
+    scores: Vec<f32>,
+    /// `[rows, hidden]`
+    shared: Vec<f32>,
+    gated: cpu::GatedScratch,
+}
+
+impl Workspace {
+    fn resize(&mut self, rows: usize, config: &ModelConfig) {
+        for array in [&mut self.x, &mut self.h, &mut self.y] {
+            array.resize(rows * config.hidden_size, 0.0);
+        }
+        self.qkv.resize(rows * config.qkv_rows(), 0.0);
+        self.mixed.resize(rows * config.num_attention_heads * config.head_dim, 0.0);
     }
 }
 
@@ -179,6 +216,7 @@ impl Pass<'_> {
         weights: &Weights,
         batch: &Batch<'_>,
         pages: &mut [Option<KvBlock>],
+        workspace: &mut Workspace,
         probe: &mut Recorder<'_>,
     ) -> Vec<Output> {
         let config = self.config;
@@ -189,47 +227,44 @@ impl Pass<'_> {
         let part = |(segment, start)| Part { segment, rows: start..start + segment.tokens.len() };
         let parts: Vec<Part<'_>> = batch.segments.iter().zip(starts).map(part).collect();
         let angles = self.angles(&parts);
-        let mut x = self.embed(weights, &parts);
-        self.record(probe, &parts, None, Point::Embeddings, &x);
+        workspace.resize(batch.segments.iter().map(|segment| segment.tokens.len()).sum(), config);
+        let Workspace { x, h, y, qkv, mixed, experts: of_experts } = workspace;
+        self.embed(x, weights, &parts);
+        self.record(probe, &parts, None, Point::Embeddings, x);
 
         let only_pages = !probe.is_active() && parts.iter().all(|part| part.segment.need == Need::Nothing);
-        let mut h = vec![0.0; x.len()];
-        let mut y = vec![0.0; x.len()];
-        let rows = x.len() / config.hidden_size;
-        let mut qkv = vec![0.0; rows * config.qkv_rows()];
-        let mut mixed = vec![0.0; rows * config.num_attention_heads * config.head_dim];
         for (index, layer) in weights.layers.iter().enumerate() {
             if index == 0 {
-                cpu::rms_norm(self.isa, &mut h, &x, &layer.input_norm, config.rms_norm_eps);
+                cpu::rms_norm(self.isa, h, x, &layer.input_norm, config.rms_norm_eps);
             } else {
-                cpu::add_and_norm(self.isa, &mut h, &mut x, &y, &layer.input_norm, config.rms_norm_eps);
-                self.record(probe, &parts, Some(index - 1), Point::Hidden, &x);
+                cpu::add_and_norm(self.isa, h, x, y, &layer.input_norm, config.rms_norm_eps);
+                self.record(probe, &parts, Some(index - 1), Point::Hidden, x);
             }
-            self.keys_and_values(&mut qkv, &h, layer, index, &parts, &angles, pages, probe);
+            self.keys_and_values(qkv, h, layer, index, &parts, &angles, pages, probe);
             if only_pages && index + 1 == weights.layers.len() {
                 // Nobody reads what comes after the last keys and values.
                 y.fill(0.0);
                 break;
             }
-            self.attention(&mut y, &mut mixed, &qkv, layer, index, &parts, pages);
-            cpu::add_and_norm(self.isa, &mut h, &mut x, &y, &layer.post_norm, config.rms_norm_eps);
-            self.record(probe, &parts, Some(index), Point::Attention, &x);
+            self.attention(y, mixed, qkv, layer, index, &parts, pages);
+            cpu::add_and_norm(self.isa, h, x, y, &layer.post_norm, config.rms_norm_eps);
+            self.record(probe, &parts, Some(index), Point::Attention, x);
 
             match &layer.feed_forward {
-                FeedForward::Dense(gated) => cpu::feed_forward(self.isa, &mut y, &h, &expert(gated)),
-                FeedForward::Experts(experts) => self.experts(&mut y, &h, experts, index, &parts, probe),
+                FeedForward::Dense(gated) => cpu::feed_forward(self.isa, y, h, &expert(gated), &mut of_experts.gated),
+                FeedForward::Experts(experts) => self.experts(y, h, experts, index, &parts, of_experts, probe),
             }
         }
-        cpu::add(self.isa, &mut x, &y);
+        cpu::add(self.isa, x, y);
         if let Some(last) = weights.layers.len().checked_sub(1) {
-            self.record(probe, &parts, Some(last), Point::Hidden, &x);
+            self.record(probe, &parts, Some(last), Point::Hidden, x);
         }
-        let mut best = self.candidates(weights, &x, &parts, probe).into_iter();
+        let mut best = self.candidates(weights, x, &parts, probe).into_iter();
         let output = |(index, part): (usize, &Part<'_>)| {
             if part.segment.need == Need::Candidates && !probe.is_active() {
                 return Output::Candidates(best.by_ref().take(part.rows.len()).collect());
             }
-            self.output(weights, &x, index, part, probe)
+            self.output(weights, x, index, part, probe)
         };
         parts.iter().enumerate().map(output).collect()
     }
@@ -263,15 +298,13 @@ impl Pass<'_> {
         Angles { cos, sin }
     }
 
-    /// Embedding rows of all tokens, `[rows, hidden]`.
-    fn embed(&self, weights: &Weights, parts: &[Part<'_>]) -> Vec<f32> {
+    /// Embedding rows of all tokens, into `x: [rows, hidden]`.
+    fn embed(&self, x: &mut [f32], weights: &Weights, parts: &[Part<'_>]) {
         let embedding = weights.embedding.view();
         let tokens = parts.iter().flat_map(|part| part.segment.tokens);
-        let mut x = vec![0.0; tokens.clone().count() * self.config.hidden_size];
         for (row, &token) in x.chunks_exact_mut(self.config.hidden_size).zip(tokens) {
             codec::decode_rows(&embedding, token as usize, row);
         }
-        x
     }
 
     /// Projects `h: [rows, hidden]`, normalised, into `qkv: [rows, qkv rows]`, prepares queries and keys for attention,
@@ -357,6 +390,7 @@ impl Pass<'_> {
     }
 
     /// Routed and shared experts of `h: [rows, hidden]`, into `out: [rows, hidden]`.
+    #[expect(clippy::too_many_arguments, reason = "one step of a forward, called in one place")]
     fn experts(
         &self,
         out: &mut [f32],
@@ -364,14 +398,16 @@ impl Pass<'_> {
         experts: &Experts,
         index: usize,
         parts: &[Part<'_>],
+        workspace: &mut ExpertsWorkspace,
         probe: &mut Recorder<'_>,
     ) {
         let config = self.config;
         let rows = h.len() / config.hidden_size;
-        let mut scores = vec![0.0; rows * config.num_experts];
-        cpu::linear_f32(self.isa, &mut scores, h, &experts.router.view());
-        self.record(probe, parts, Some(index), Point::RouterLogits, &scores);
-        cpu::sigmoid(self.isa, &mut scores);
+        let ExpertsWorkspace { scores, shared: of_shared, gated } = workspace;
+        scores.resize(rows * config.num_experts, 0.0);
+        cpu::linear_f32(self.isa, scores, h, &experts.router.view());
+        self.record(probe, parts, Some(index), Point::RouterLogits, scores);
+        cpu::sigmoid(self.isa, scores);
 
         let mut ids = vec![0; rows * config.num_experts_per_tok];
         let mut weights = vec![0.0; ids.len()];
@@ -380,12 +416,12 @@ impl Pass<'_> {
             experts_per_token: config.num_experts_per_tok,
             scale: config.routed_scaling_factor,
         };
-        cpu::route(&mut ids, &mut weights, &scores, &experts.bias, &rules);
+        cpu::route(&mut ids, &mut weights, scores, &experts.bias, &rules);
         if probe.is_active() {
             for row in scores.chunks_exact_mut(config.num_experts) {
                 row.iter_mut().zip(&experts.bias).for_each(|(score, bias)| *score += bias);
             }
-            self.record(probe, parts, Some(index), Point::RouterScores, &scores);
+            self.record(probe, parts, Some(index), Point::RouterScores, scores);
             let whole: Vec<f32> = ids.iter().map(|&id| id as f32).collect();
             self.record(probe, parts, Some(index), Point::RouterIds, &whole);
             self.record(probe, parts, Some(index), Point::RouterWeights, &weights);
@@ -398,9 +434,9 @@ impl Pass<'_> {
             ExpertActivations::Fp4 => cpu::experts_fp4(isa, out, h, &ids, &weights, hidden, routed),
         }
         if let Some(shared) = &experts.shared {
-            let mut of_shared = vec![0.0; out.len()];
-            cpu::feed_forward(self.isa, &mut of_shared, h, &expert(shared));
-            cpu::add(self.isa, out, &of_shared);
+            of_shared.resize(out.len(), 0.0);
+            cpu::feed_forward(self.isa, of_shared, h, &expert(shared), gated);
+            cpu::add(self.isa, out, of_shared);
         }
     }
 
