@@ -10,7 +10,7 @@ use super::elementwise::{swiglu, swiglu_in_place};
 use super::isa::Kernel;
 use super::kept::{with_kept, with_taken};
 use super::lanes::Lanes;
-use super::linear::{BlockProducts, FEATURES, linear};
+use super::linear::{BlockProducts, BlockScratch, FEATURES, linear};
 use super::products::{Packed, Step};
 #[cfg(target_arch = "x86_64")]
 use super::tiles::{self, Activations};
@@ -50,8 +50,9 @@ pub fn feed_forward(isa: Isa, out: &mut [f32], x: &[f32], expert: &Expert<'_>, s
 /// BF16, in ascending order of experts.
 ///
 /// `x`, `out`: `[rows, hidden]`; `ids`, `weights`: `[rows, slots]`. `expert` gives the matrices of an id, all of the
-/// same shape, and is asked once for each id in use. Each strip of eight rows of a used expert's matrices is decoded
-/// once, for all rows that use it. Scratch: two values of width `inner` and one strip for each row and slot.
+/// same shape, and is asked once for each id in use. Each block of features of a used expert's matrices is decoded once,
+/// for all rows that use it. Scratch: two values of width `inner` for each row and slot, and, for each thread, a block of
+/// weights and its products with all of them.
 pub fn experts<'a>(
     isa: Isa,
     out: &mut [f32],
@@ -84,7 +85,7 @@ pub fn experts<'a>(
             packed.set_all(isa, &gated[used.places(uses.inner)], uses.inner);
         });
         column_blocks(out, hidden, FEATURES).into_par_iter().enumerate().for_each(|(block, out)| {
-            with_kept!(DownScratch, |scratch| {
+            with_kept!(BlockScratch, |scratch| {
                 DownTask { out, uses: &uses, x: packed, weights, first: block * FEATURES, scratch }.run(isa);
             });
         });
@@ -110,12 +111,12 @@ struct DownTask<'a> {
     /// `[rows, slots]`
     weights: &'a [f32],
     first: usize,
-    scratch: &'a mut DownScratch,
+    scratch: &'a mut BlockScratch,
 }
 
 impl DownTask<'_> {
     fn run(self, isa: Isa) {
-        let Self { mut out, uses, x, weights, first, scratch: DownScratch { weights: of_block, products } } = self;
+        let Self { mut out, uses, x, weights, first, scratch: BlockScratch { weights: of_block, products } } = self;
         // For each expert in use, its rows.
         products.resize(weights.len(), [0.0; FEATURES]);
         for (used, x) in uses.experts.iter().zip(x) {
@@ -135,12 +136,6 @@ impl DownTask<'_> {
             out.copy_from_slice(&sums[..out.len()]);
         }
     }
-}
-
-#[derive(Default)]
-struct DownScratch {
-    weights: Vec<Step>,
-    products: Vec<[f32; FEATURES]>,
 }
 
 /// [`experts`] with activations of eight bits: what enters a projection is quantized, and what leaves it rounded to

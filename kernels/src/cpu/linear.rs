@@ -59,8 +59,8 @@ const GROUPS: usize = 4;
 /// Memory for a block of weights and its products.
 #[derive(Default)]
 pub(super) struct BlockScratch {
-    weights: Vec<Step>,
-    products: Vec<[f32; FEATURES]>,
+    pub(super) weights: Vec<Step>,
+    pub(super) products: Vec<[f32; FEATURES]>,
 }
 
 impl BlockScratch {
