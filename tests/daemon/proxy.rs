@@ -72,7 +72,8 @@ fn affinity_keeps_the_prefix_cache_and_no_new_request_fails_when_an_instance_die
     let (single, all, expected) = talk(alone.ready(), "a");
     drop(alone);
 
-    let instances = [Daemon::start(&[]), Daemon::start(&[])];
+    // The first is slow enough for an answer to outlast what the proxy needs to see that it drains.
+    let instances = [Daemon::start(&["--step-delay-ms", "10", "--drain-timeout", "300"]), Daemon::start(&[])];
     let [one, two] = [0, 1].map(|index: usize| instances[index].ready().to_string());
     let port = free_port();
     let config = std::fs::read_to_string(golden::root().join("../docs/operating/haproxy.cfg")).unwrap();
@@ -97,14 +98,19 @@ fn affinity_keeps_the_prefix_cache_and_no_new_request_fails_when_an_instance_die
     let shares = instances.each_ref().map(answered);
     assert!(shares.iter().all(|&share| share >= TURNS), "one of them did nothing: {shares:?}");
 
-    // One dies without a word. Whoever asks from now on is answered, from the first request on.
-    let [survivor, dying] = instances;
+    // One dies without a word. Whoever asks from now on is answered, from the first request on. (Until it is gone it accepts
+    // connections that nobody will read.)
+    let [survivor, mut dying] = instances;
     dying.signal(Signal::KILL);
+    dying.end();
     let (_, _, texts) = talk(address, "b");
     assert_eq!(texts.len(), CONVERSATIONS * TURNS);
     drop(dying);
 
-    // Nor does anyone notice one that drains and another that takes its place.
+    // Nor does anyone notice one that drains and another that takes its place, not even who is being answered.
+    let long = json!({"messages": [{"role": "user", "content": "Go on."}], "stream": true, "max_tokens": 2000,
+        "minnow": {"regex": "[a-z ]{1500}"}});
+    let running = std::thread::spawn(move || ask(address, &request("POST", CHAT, &[], &long.to_string())));
     let port: u16 = two.rsplit_once(':').unwrap().1.parse().unwrap();
     let mut command = Command::new(minnow_tests::program::path("minnowd"));
     command.args(["serve", "--listen", &format!("127.0.0.1:{port}")]);
@@ -116,4 +122,7 @@ fn affinity_keeps_the_prefix_cache_and_no_new_request_fails_when_an_instance_die
     survivor.signal(Signal::TERM);
     let (_, _, texts) = talk(address, "c");
     assert_eq!(texts.len(), CONVERSATIONS * TURNS);
+    let events = running.join().expect("an answer").events();
+    let [.., last, done] = events.as_slice() else { panic!("{events:?}") };
+    assert!(last.contains(r#""finish_reason":"stop""#) && done == "[DONE]", "{last} {done}");
 }
