@@ -1,20 +1,20 @@
 // Pieces of kernels that work row by row: sums over warps and blocks in a fixed order, eight BF16 at a time.
 #pragma once
 
-#include <cstdint>
-#include <cuda_bf16.h>
-
-using bf16 = __nv_bfloat16;
+#include "common/round.cuh"
 
 /// Eight BF16, 16 bytes, the unit of every load and store here.
 struct alignas(16) Eight {
-    bf16 v[8];
-};
+    uint32_t pairs[4];
 
-/// Rounds to BF16 and back: a rounding point of the model description, section 4.
-__device__ __forceinline__ float rounded(float x) {
-    return __bfloat162float(__float2bfloat16_rn(x));
-}
+    __device__ __forceinline__ float operator[](int i) const {
+        return i % 2 ? high_of(pairs[i / 2]) : low_of(pairs[i / 2]);
+    }
+    /// Rounds.
+    __device__ __forceinline__ void put(int pair, float low, float high) {
+        pairs[pair] = packed(low, high);
+    }
+};
 
 /// Waits for the kernel in front, if this one was allowed to start early; nothing below Hopper.
 __device__ __forceinline__ void wait_for_previous() {

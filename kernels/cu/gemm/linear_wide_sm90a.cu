@@ -31,8 +31,8 @@ __device__ __forceinline__ void linear(void *out, Best best, const bf16 *x, cons
     sync_first(T::WORKERS);
     // What is overwritten below may still be read by the kernel in front, as far as these threads know.
     wait_for_kernel_in_front();
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4 * 2;
     if constexpr (WHAT == F32) {
+        const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4 * 2;
         for (int m = 0; m < T::MS; ++m) {
             for (int i = 0; i < T::N / 2; ++i) {
                 const int to = t + i / 4 * 8 + i % 2, from = strip * 16 + T::row_of(m) + g + i % 4 / 2 * 8;
@@ -53,9 +53,9 @@ __device__ __forceinline__ void linear(void *out, Best best, const bf16 *x, cons
             const float(&all)[T::N / 2] = tile.sum[m];
             const float sum[4] = {all[4 * i], all[4 * i + 1], all[4 * i + 2], all[4 * i + 3]};
             if constexpr (WHAT == GATED) {
-                values.put_gated(sum, T::row_of(m) / 2 + g, t + i * 8);
+                values.put_gated(sum, T::row_of(m) / 2, i * 8);
             } else {
-                values.put(sum, T::row_of(m) + g, t + i * 8);
+                values.put(sum, T::row_of(m), i * 8);
             }
         }
     }

@@ -90,7 +90,6 @@ __device__ __forceinline__ void wide(bf16 *out, const bf16 *x, Weights w, Routes
     // What is overwritten may still be read by the kernel in front, as far as these threads know.
     wait_for_kernel_in_front();
     OutTile<P::WIDTH> values{reinterpret_cast<bf16 *>(shared + (Any::SHARED_BYTES + 15) / 16 * 16)};
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4 * 2;
     for (int block = blockIdx.x; block < blocks; block += gridDim.x, before += k / Any::DEPTH) {
         const Slots slots = slots_of<F, PROJECTION>(routes, block, across);
         float upper_scale = 1.0f, lower_scale = 1.0f;
@@ -113,9 +112,9 @@ __device__ __forceinline__ void wide(bf16 *out, const bf16 *x, Weights w, Routes
                         sum[0] *= upper_scale, sum[1] *= upper_scale, sum[2] *= lower_scale, sum[3] *= lower_scale;
                     }
                     if constexpr (PROJECTION == GATE_UP) {
-                        values.put_gated(sum, T::row_of(m) / 2 + g, t + i * 8);
+                        values.put_gated(sum, T::row_of(m) / 2, i * 8);
                     } else {
-                        values.put(sum, T::row_of(m) + g, t + i * 8);
+                        values.put(sum, T::row_of(m), i * 8);
                     }
                 }
             }

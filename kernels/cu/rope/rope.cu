@@ -47,10 +47,10 @@ norm_and_rope(const bf16 *qkv, const bf16 *query_weight, const bf16 *key_weight,
     if (is_query || is_key) {
         const bf16 *weight = is_query ? query_weight : key_weight;
         int position = (block.y - 1) * ROWS_OF_BLOCK + row % ROWS_OF_BLOCK;
-        float of_lane[4];
+        float of_lane[1][4];
         float2 turn[1] = {__bfloat1622float2(tables[size_t(position) * PAIRS + lane])};
-        load_weight(of_lane, weight, lane);
-        norm_and_turn<1>(v, weight != nullptr, of_lane, turn, eps);
+        load_weight(of_lane[0], weight, lane);
+        norm_and_turn<1>(v, {weight != nullptr}, of_lane, turn, eps);
     }
     bf16 *to;
     if (is_query) {
@@ -61,7 +61,8 @@ norm_and_rope(const bf16 *qkv, const bf16 *query_weight, const bf16 *key_weight,
         to = pool + page * page_stride + (size_t(head - heads) * ROWS_OF_BLOCK + row % ROWS_OF_BLOCK) * HEAD_DIM;
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        to[lane + 32 * i] = __float2bfloat16_rn(v[0][i]);
+    for (int i = 0; i < 4; i += 2) {
+        const uint32_t pair = packed(v[0][i], v[0][i + 1]);
+        to[lane + 32 * i] = low_bf16(pair), to[lane + 32 * (i + 1)] = high_bf16(pair);
     }
 }

@@ -4,10 +4,8 @@ use half::bf16;
 
 use super::device::{CudaError, Device, Kernel, LaunchShape, Pointer, argument};
 
-/// Threads of a block, as in the source.
-const THREADS: u32 = 256;
-/// A row is kept in the registers of one block.
-const DIM_MAX: usize = 8192;
+/// A row is kept in the registers of one block, eight values a thread.
+const DIM_MAX: usize = 4096;
 
 /// The kernels of this family.
 #[derive(Clone, Debug)]
@@ -25,6 +23,12 @@ pub struct NormShape {
     pub dim: usize,
     /// Added to the mean square.
     pub eps: f32,
+}
+
+impl NormShape {
+    fn launch(&self) -> LaunchShape {
+        LaunchShape::new([self.rows as u32, 1, 1], self.dim.div_ceil(8).next_multiple_of(32) as u32).overlapping()
+    }
 }
 
 /// Outputs of experts, to be summed row by row.
@@ -69,7 +73,7 @@ impl Norm {
         out: Pointer<bf16>,
         shape: NormShape,
     ) -> Result<(), CudaError> {
-        let launch = LaunchShape::new([shape.rows as u32, 1, 1], THREADS).overlapping();
+        let launch = shape.launch();
         // SAFETY: the parameters of the source; the kernel waits; the rest is the caller's promise.
         unsafe {
             self.residual_norm.launch(
@@ -98,7 +102,7 @@ impl Norm {
         out: Pointer<bf16>,
         shape: NormShape,
     ) -> Result<(), CudaError> {
-        let launch = LaunchShape::new([shape.rows as u32, 1, 1], THREADS).overlapping();
+        let launch = shape.launch();
         // SAFETY: the parameters of the source; the kernel waits; the rest is the caller's promise.
         unsafe {
             self.combine_norm.launch(
