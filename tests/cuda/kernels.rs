@@ -306,48 +306,60 @@ fn experts_are_chosen_as_by_the_oracle_and_listed_in_order() -> Result<(), CudaE
         oracle::route(&mut ids, &mut weights, &scores, &bias, &rules);
 
         let (slots, stride) = (rows * k, k + 1);
-        let tiles = tiles_max(slots, experts, tile_rows);
+        let tiles = tiles_max(&rules, blocks, experts, tile_rows);
         let (logits, bias) = (device.uploaded(&logits)?, device.uploaded(&bias)?);
-        let (found_ids, found_weights) = (poisoned::<u32>(&device, slots), poisoned::<f32>(&device, slots));
-        let masks = poisoned::<u32>(&device, blocks * experts);
-        let (slot_rows, slot_parts) = (poisoned::<u32>(&device, slots), poisoned::<u32>(&device, slots));
-        let (found_tiles, tile_count) = (poisoned::<[u32; 4]>(&device, tiles), poisoned::<u32>(&device, 1));
-        let choices = Choices {
-            ids: found_ids.pointer(),
-            weights: found_weights.pointer(),
-            masks: masks.pointer(),
-            slot_rows: slot_rows.pointer(),
-            slot_parts: slot_parts.pointer(),
-            tiles: found_tiles.pointer(),
-            tile_count: tile_count.pointer(),
-        };
-        // SAFETY: buffers of the stated sizes, alive until `to_vec` has waited.
-        unsafe {
-            router.choose(&choices, logits.pointer(), bias.pointer(), &rules, rows, experts)?;
-            router.order(&choices, &rules, rows, experts, stride, tile_rows)?;
-        }
-        assert_eq!(found_ids.to_vec()?, ids, "{name}");
-        // Two exponentials of different libraries, a sum and a division.
-        let tolerance = Tolerance { relative: 16.0 * f32::EPSILON, absolute: 0.0 };
-        assert_close(&name, &found_weights.to_vec()?, &weights, tolerance);
-
-        // Slots by expert, then by row.
-        let mut order: Vec<usize> = (0..slots).collect();
-        order.sort_by_key(|&slot| (ids[slot], slot / k));
-        let expected_rows: Vec<u32> = order.iter().map(|&slot| (slot / k) as u32).collect();
-        let expected_parts: Vec<u32> = order.iter().map(|&slot| (slot / k * stride + slot % k) as u32).collect();
-        assert_eq!(slot_rows.to_vec()?, expected_rows, "{name}");
-        assert_eq!(slot_parts.to_vec()?, expected_parts, "{name}");
-        let mut expected_tiles = Vec::new();
-        let mut start = 0;
-        for of_expert in order.chunk_by(|&a, &b| ids[a] == ids[b]) {
-            for tile in of_expert.chunks(tile_rows) {
-                expected_tiles.push([ids[tile[0]], start, tile.len() as u32, 0]);
-                start += tile.len() as u32;
+        let mut first_bits: Option<Vec<u32>> = None;
+        for at_once in [false, true] {
+            let name = format!("{name}, at once: {at_once}");
+            let (found_ids, found_weights) = (poisoned::<u32>(&device, slots), poisoned::<f32>(&device, slots));
+            let masks = poisoned::<u32>(&device, blocks * experts);
+            let (slot_rows, slot_parts) = (poisoned::<u32>(&device, slots), poisoned::<u32>(&device, slots));
+            let (found_tiles, tile_count) = (poisoned::<[u32; 4]>(&device, tiles), poisoned::<u32>(&device, 1));
+            let choices = Choices {
+                ids: found_ids.pointer(),
+                weights: found_weights.pointer(),
+                masks: masks.pointer(),
+                slot_rows: slot_rows.pointer(),
+                slot_parts: slot_parts.pointer(),
+                tiles: found_tiles.pointer(),
+                tile_count: tile_count.pointer(),
+            };
+            // SAFETY: buffers of the stated sizes, alive until `to_vec` has waited.
+            unsafe {
+                let (logits, bias) = (logits.pointer(), bias.pointer());
+                if at_once {
+                    router.route(&choices, logits, bias, &rules, rows, experts, stride, tile_rows)?;
+                } else {
+                    router.choose(&choices, logits, bias, &rules, rows, experts)?;
+                    router.order(&choices, &rules, rows, experts, stride, tile_rows)?;
+                }
             }
+            assert_eq!(found_ids.to_vec()?, ids, "{name}");
+            // Two exponentials of different libraries, a sum and a division.
+            let tolerance = Tolerance { relative: 16.0 * f32::EPSILON, absolute: 0.0 };
+            let found_weights = found_weights.to_vec()?;
+            assert_close(&name, &found_weights, &weights, tolerance);
+            let bits: Vec<u32> = found_weights.iter().map(|weight| weight.to_bits()).collect();
+            assert_eq!(*first_bits.get_or_insert_with(|| bits.clone()), bits, "{name}");
+
+            // Slots by expert, then by row.
+            let mut order: Vec<usize> = (0..slots).collect();
+            order.sort_by_key(|&slot| (ids[slot], slot / k));
+            let expected_rows: Vec<u32> = order.iter().map(|&slot| (slot / k) as u32).collect();
+            let expected_parts: Vec<u32> = order.iter().map(|&slot| (slot / k * stride + slot % k) as u32).collect();
+            assert_eq!(slot_rows.to_vec()?, expected_rows, "{name}");
+            assert_eq!(slot_parts.to_vec()?, expected_parts, "{name}");
+            let mut expected_tiles = Vec::new();
+            let mut start = 0;
+            for of_expert in order.chunk_by(|&a, &b| ids[a] == ids[b]) {
+                for tile in of_expert.chunks(tile_rows) {
+                    expected_tiles.push([ids[tile[0]], start, tile.len() as u32, 0]);
+                    start += tile.len() as u32;
+                }
+            }
+            let count = tile_count.to_vec()?[0] as usize;
+            assert_eq!(found_tiles.to_vec()?[..count], expected_tiles, "{name}");
         }
-        let count = tile_count.to_vec()?[0] as usize;
-        assert_eq!(found_tiles.to_vec()?[..count], expected_tiles, "{name}");
     }
     Ok(())
 }

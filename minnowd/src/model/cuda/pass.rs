@@ -12,7 +12,7 @@ use minnow_kernels::cuda::{
 use minnow_kernels::ops::{CANDIDATES, RouterRules};
 
 use super::weights::{DeviceWeights, FeedForward, Gated, Layer};
-use super::workspace::{Workspace, heads};
+use super::workspace::{Workspace, heads, rules};
 use crate::model::{ExpertActivations, Point};
 
 /// What decides which kernels a forward consists of.
@@ -93,11 +93,7 @@ impl Kernels {
         expert_formats: &[Format],
         activations: ExpertActivations,
     ) -> Result<Self, CudaError> {
-        let rules = RouterRules {
-            routing: config.routing,
-            experts_per_token: config.num_experts_per_tok,
-            scale: config.routed_scaling_factor,
-        };
+        let rules = rules(config);
         Norm::check(config.hidden_size)?;
         Attention::check(heads(config), config.rotary_dim)?;
         Router::check(config.num_experts, &rules)?;
@@ -267,7 +263,7 @@ impl Kernels {
         let choices = w.choices();
         let slots = Slots {
             choices: &choices,
-            tiles_max: tiles_max(slots, experts, tile_rows),
+            tiles_max: tiles_max(&self.rules, rows / BLOCK, experts, tile_rows),
             tile_rows,
             rows,
             experts_per_token: k,
@@ -277,8 +273,8 @@ impl Kernels {
         unsafe {
             self.linear.f32(w.router_logits.pointer(), h, router, rows)?;
             look.look(Some(index), Point::RouterLogits, Seen::F32(&w.router_logits, experts))?;
-            self.router.choose(&choices, w.router_logits.pointer(), bias, &self.rules, rows, experts)?;
-            self.router.order(&choices, &self.rules, rows, experts, stride, tile_rows)?;
+            let logits = w.router_logits.pointer();
+            self.router.route(&choices, logits, bias, &self.rules, rows, experts, stride, tile_rows)?;
             look.look(Some(index), Point::RouterIds, Seen::U32(&w.ids, k))?;
             look.look(Some(index), Point::RouterWeights, Seen::F32(&w.weights, k))?;
             let (gate_up, down) = (shared.map(|gated| &gated.gate_up), shared.map(|gated| &gated.down));

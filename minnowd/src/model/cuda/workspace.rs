@@ -5,7 +5,7 @@ use minnow_common::{BLOCK, ModelConfig};
 use minnow_kernels::cuda::{
     Attention, Buffer, Choices, CudaError, Device, Pinned, QuantizedRows, RowBest, TileBest, VOCABULARY_TILE, tiles_max,
 };
-use minnow_kernels::ops::{CANDIDATES, Heads};
+use minnow_kernels::ops::{CANDIDATES, Heads, RouterRules};
 
 use crate::model::ExpertActivations;
 
@@ -106,7 +106,7 @@ impl Lengths {
         Self {
             rows,
             slots,
-            tiles: tiles_max(slots, config.num_experts, TILE_ROWS_MIN),
+            tiles: tiles_max(&rules(config), limits.blocks, config.num_experts, TILE_ROWS_MIN),
             head_rows: rows.min(HEAD_ROWS_MAX),
             logit_rows: rows.min(LOGIT_ROWS_MAX),
             head_tiles: config.vocab_size.div_ceil(VOCABULARY_TILE),
@@ -144,6 +144,15 @@ impl Lengths {
 /// The shape of attention.
 pub(super) fn heads(config: &ModelConfig) -> Heads {
     Heads { query: config.num_attention_heads, kv: config.num_key_value_heads, dim: config.head_dim }
+}
+
+/// How experts are chosen.
+pub(super) fn rules(config: &ModelConfig) -> RouterRules {
+    RouterRules {
+        routing: config.routing,
+        experts_per_token: config.num_experts_per_tok,
+        scale: config.routed_scaling_factor,
+    }
 }
 
 fn input_len(limits: BatchLimits) -> usize {
