@@ -6,10 +6,13 @@
 #include "common/barrier.cuh"
 #include "warp_tile.cuh"
 
-template <class FORMAT, int WM_, int WN_, int SW_, int NT_, int DEPTH_, int STAGES_, int CARRIERS_>
+/// `FLIGHT`: stages that are on their way at a time. A burst of more fills the queues of the memory system, and what is short
+/// and urgent, lists and tokens, waits behind it.
+template <class FORMAT, int WM_, int WN_, int SW_, int NT_, int DEPTH_, int STAGES_, int CARRIERS_, int FLIGHT_ = STAGES_>
 struct BulkTile {
     using F = FORMAT;
-    static constexpr int WM = WM_, WN = WN_, SW = SW_, NT = NT_, DEPTH = DEPTH_, STAGES = STAGES_;
+    static constexpr int WM = WM_, WN = WN_, SW = SW_, NT = NT_, DEPTH = DEPTH_, STAGES = STAGES_, FLIGHT = FLIGHT_;
+    static_assert(FLIGHT <= STAGES);
     static constexpr int WARPS = WM * WN, WORKERS = 32 * WARPS;
     /// Warps that bring the tokens; the first of them brings the weights too.
     static constexpr int CARRIERS = CARRIERS_, THREADS = WORKERS + 32 * CARRIERS;
@@ -42,8 +45,8 @@ struct BulkTile {
     }
 
     /// Brings everything; by the last warps. Weights: of `strips` in all, those from `strip` on. `ready` waits for whatever
-    /// the tokens depend on; then `row_of(t)` is which row of `x` token t is, for t < `count`.
-    template <class READY, class ROW_OF>
+    /// the tokens depend on; then, or before if `IS_LISTED`, `row_of(t)` is which row of `x` token t is, for t < `count`.
+    template <bool IS_LISTED, class READY, class ROW_OF>
     static __device__ __forceinline__ void bring(const uint8_t *shared, const uint8_t *w, int strips, int strip,
                                                  const bf16 *x, int count, int k, READY ready, ROW_OF row_of) {
         const int carrier = threadIdx.x - WORKERS, stages = k / DEPTH;
@@ -64,18 +67,31 @@ struct BulkTile {
                 }
             }
         };
-        for (int index = 0; index < STAGES && index < stages; ++index) {
-            bring_weights(index);
-        }
-        ready();
         // Parts of rows are too short for bulk copies, which a warp begins one by one: 16 bytes a lane instead.
         constexpr int PIECES = DEPTH / 8, EACH = 32 * CARRIERS, COPIES = COLS * PIECES / EACH;
         static_assert(COLS * PIECES % EACH == 0);
         uint32_t at[COPIES];
+        auto find_rows = [&] {
+#pragma unroll
+            for (int i = 0; i < COPIES; ++i) {
+                const int t = (i * EACH + carrier) / PIECES;
+                at[i] = t < count ? row_of(t) : 0;
+            }
+        };
+        if (IS_LISTED) {
+            find_rows();
+        }
+#pragma unroll 1
+        for (int index = 0; index < FLIGHT && index < stages; ++index) {
+            bring_weights(index);
+        }
+        ready();
+        if (!IS_LISTED) {
+            find_rows();
+        }
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
-            const int t = (i * EACH + carrier) / PIECES;
-            at[i] = t < count ? row_of(t) * uint32_t(k / 8) + (i * EACH + carrier) % PIECES : 0;
+            at[i] = at[i] * uint32_t(k / 8) + (i * EACH + carrier) % PIECES;
         }
         auto bring_tokens = [&](int index) {
             const uint4 *from = reinterpret_cast<const uint4 *>(x) + index * PIECES;
@@ -89,11 +105,18 @@ struct BulkTile {
             }
             barrier_arrive_after_copies(full(shared, index));
         };
-        for (int index = 0; index < STAGES && index < stages; ++index) {
+#pragma unroll 1
+        for (int index = 0; index < FLIGHT && index < stages; ++index) {
             bring_tokens(index);
         }
-        for (int index = STAGES; index < stages; ++index) {
-            barrier_wait(read(shared, index), (index / STAGES - 1) % 2);
+#pragma unroll 1
+        for (int index = FLIGHT; index < stages; ++index) {
+            if (index >= STAGES) {
+                barrier_wait(read(shared, index), (index / STAGES - 1) % 2);
+            }
+            if (FLIGHT < STAGES) {
+                barrier_wait(full(shared, index - FLIGHT), (index - FLIGHT) / STAGES % 2);
+            }
             bring_weights(index);
             bring_tokens(index);
         }

@@ -18,7 +18,7 @@ __device__ __forceinline__ void linear(void *out, const bf16 *x, const uint8_t *
     const int strip = blockIdx.y * T::STRIPS, first = blockIdx.x * T::COLS, count = min(rows - first, T::COLS);
     T::begin(shared);
     if (threadIdx.x >= T::WORKERS) {
-        T::bring(shared, w, (n + 15) / 16, strip, x, count, k, [&] {
+        T::template bring<false>(shared, w, (n + 15) / 16, strip, x, count, k, [&] {
             allow_kernel_behind();
             wait_for_kernel_in_front();
         }, [&](int t) { return uint32_t(first + t); });

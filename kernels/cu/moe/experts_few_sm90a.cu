@@ -12,12 +12,18 @@ namespace {
 /// Shared memory of a block, so that three are resident.
 constexpr int SHARED_BYTES = 75 * 1024;
 
+/// Weights of a block that are on their way at a time, at least two stages.
+constexpr int FLIGHT_BYTES = 28 * 1024;
+
 template <class F, int NT, int CARRIERS>
 struct Bulk {
-    static constexpr int STAGE_BYTES = BulkTile<F, 4, 1, 2, NT, DEPTH_OF<F>, 1, CARRIERS>::STAGE_BYTES;
-    static constexpr int STAGES = SHARED_BYTES / (STAGE_BYTES + 16) < 6 ? SHARED_BYTES / (STAGE_BYTES + 16) : 6;
+    template <int STAGES, int FLIGHT>
+    using Of = BulkTile<F, 4, 1, 2, NT, DEPTH_OF<F>, STAGES, CARRIERS, FLIGHT>;
+    using One = Of<1, 1>;
+    static constexpr int STAGES = SHARED_BYTES / (One::STAGE_BYTES + 16) < 6 ? SHARED_BYTES / (One::STAGE_BYTES + 16) : 6;
     static_assert(STAGES >= 2);
-    using Type = BulkTile<F, 4, 1, 2, NT, DEPTH_OF<F>, STAGES, CARRIERS>;
+    static constexpr int FLIGHT = FLIGHT_BYTES / One::WEIGHT_BYTES > 2 ? FLIGHT_BYTES / One::WEIGHT_BYTES : 2;
+    using Type = Of<STAGES, FLIGHT < STAGES ? FLIGHT : STAGES>;
 };
 
 /// 128 weight rows of 32 rows of activations: with one block of mini, all blocks of `gate_up` are resident at once.
@@ -31,7 +37,7 @@ __device__ __forceinline__ void bulk_tile(uint8_t *shared, bf16 *out, const bf16
                                           TARGET target_of) {
     T::begin(shared);
     if (threadIdx.x >= T::WORKERS) {
-        T::bring(shared, w, (n + 15) / 16, strip, x, count, k, [&] {
+        T::template bring<PROJECTION == GATE_UP>(shared, w, (n + 15) / 16, strip, x, count, k, [&] {
             wait_for_kernel_in_front();
             allow_kernel_behind();
         }, row_of);
