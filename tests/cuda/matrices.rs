@@ -243,7 +243,7 @@ fn routed(device: &Device, ids: &[u32], k: usize, tile_rows: usize) -> Result<Ro
 fn experts_are_the_oracles_in_every_format_and_the_same_for_few_slots_and_many() -> Result<(), CudaError> {
     let Some(device) = device() else { return Ok(()) };
     const ROWS: usize = 200;
-    let (hidden, inner, k) = (256, 128, 3);
+    let (hidden, inner, k) = (256, 256, 3);
     let formats = [(BF16, 0), (Encoding::Nvfp4, 16)].into_iter().chain(
         [Encoding::I8Mma, Encoding::I8Sym, Encoding::I4Mma, Encoding::I4Sym]
             .into_iter()

@@ -44,7 +44,6 @@ __device__ __forceinline__ void attention(const bf16 *q, const bf16 *pool, const
     // The warp's rows among the 32 * group of this key and value head: head by head.
     int row = (part * WARPS + warp) * 16, heads = kv_heads * group, head = kv_head * group + row / PAGE;
     bool is_active = row < group * PAGE;
-    size_t first_row = size_t(block_index) * PAGE + row % PAGE + lane / 4;
     // The warp's queries stay in shared memory: in registers they would push sums out.
     uint32_t queries = keys + BUFFERS * 2 * TILE_BYTES + warp * 16 * DIM * 2;
     if (is_active) {
@@ -114,22 +113,7 @@ __device__ __forceinline__ void attention(const bf16 *q, const bf16 *pool, const
         --left_of_chunk;
         if (!IS_SPLIT && (left_of_chunk == 0 || tile + 1 == end)) {
             left_of_chunk = step;
-            float by[2], chunk_by[2];
-#pragma unroll
-            for (int side = 0; side < 2; ++side) {
-                float maximum = fmaxf(all.maximum[side], chunk.maximum[side]);
-                by[side] = worth(all.maximum[side], maximum);
-                chunk_by[side] = worth(chunk.maximum[side], maximum);
-                all.total[side] = fold(all.total[side], by[side], chunk.total[side], chunk_by[side]);
-                all.maximum[side] = maximum;
-            }
-#pragma unroll
-            for (int n = 0; n < 16; ++n) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    all.values[n][i] = fold(all.values[n][i], by[i / 2], chunk.values[n][i], chunk_by[i / 2]);
-                }
-            }
+            all.fold_in(chunk);
             chunk.clear();
         }
     }
@@ -151,17 +135,7 @@ __device__ __forceinline__ void attention(const bf16 *q, const bf16 *pool, const
             }
         }
     } else {
-#pragma unroll
-        for (int side = 0; side < 2; ++side) {
-            float inverse = __frcp_rn(all.total[side]);
-            bf16 *to = out + ((first_row + side * 8) * heads + head) * DIM + lane % 4 * 2;
-#pragma unroll
-            for (int n = 0; n < 16; ++n) {
-                uint32_t pair = packed(__fmul_rn(all.values[n][side * 2], inverse),
-                                       __fmul_rn(all.values[n][side * 2 + 1], inverse));
-                *reinterpret_cast<uint32_t *>(to + n * 8) = pair;
-            }
-        }
+        all.store(out + ((size_t(block_index) * PAGE + row % PAGE) * heads + head) * DIM, size_t(heads) * DIM, lane);
     }
 }
 

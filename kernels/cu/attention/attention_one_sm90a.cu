@@ -2,7 +2,7 @@
 // bits. Arguments and layouts: there, but blocks has one entry, and that block's own page is the only one written.
 // Grid: (8, kv_heads * ceil(group / 2)), clusters of 8.  Block: 256 threads in two halves, each with a chunk of the keys at a
 // time: chunk c is of half c / 8 % 2 of block c % 8; a warp has 16 of 64 rows, those of two query heads.
-// Shared: `Shared`: for each half a tile of keys and values, then its first and its second chunk's sums; and the queries.
+// Shared: `Shared`: for each half a tile of keys and values, then its first and its second chunk's sums; the queries; rows on their way.
 // Bound by latency: keys and values of earlier blocks come before the queries are there, and the chunks are folded over the
 // cluster's shared memory.   Oracle: kernels/src/oracle/{norm,rope,attention}.rs
 #include "common/cluster.cuh"
@@ -16,6 +16,8 @@ constexpr int HALVES = 2;
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * WARPS;
+/// Chunks whose sums are on their way at once: those of all blocks, so the first or the second ones.
+constexpr int FOLDED_AT_ONCE = HALVES * CLUSTER;
 /// Floats between rows of sums: a thread's pairs of eight rows are in different banks.
 constexpr int PITCH = DIM + 8;
 
@@ -29,8 +31,10 @@ struct Shared {
     uint8_t tiles[HALVES][2 * TILE_BYTES];
     uint8_t queries[ROWS * DIM * 2];
     Chunk first[HALVES];
+    /// What each warp has normed or copied: of the queries, and of the own page.
+    bf16 rows[HALVES * WARPS][2][DIM];
 };
-static_assert(sizeof(Shared) == 213 * 1024, "kernels/src/cuda/attention.rs has it too");
+static_assert(sizeof(Shared) == 217 * 1024, "kernels/src/cuda/attention.rs has it too");
 static_assert(CHUNKS_MAX == 2 * HALVES * CLUSTER && sizeof(Chunk) <= 2 * TILE_BYTES);
 
 __device__ __forceinline__ void sync_half(int half) {
@@ -45,11 +49,6 @@ __device__ __forceinline__ void load_pages(uint32_t to, const bf16 *head, const 
         int page = i / PIECES, row = i % PIECES / 16, piece = i % 16;
         copy_16(to + swizzled(page * PAGE + row, piece), head + table[page] * page_stride + row * DIM + piece * 8);
     }
-}
-
-/// Puts dimension `d` of a row of a tile.
-__device__ __forceinline__ void put(uint8_t *tile, int row, int d, bf16 value) {
-    *reinterpret_cast<bf16 *>(tile + swizzled(row, d / 8) + d % 8 * 2) = value;
 }
 
 }  // namespace
@@ -77,6 +76,7 @@ attend_one(const bf16 *qkv, const bf16 *query_weight, const bf16 *key_weight, co
     const bool is_active = (part * WARPS + warp) * 16 < group * PAGE;
 
     let_next_start();
+    arrive_in_cluster();
     int chunk_index = rank + half * CLUSTER;
     if (chunk_index < chunks) {
         load(keys, key_head, chunk_index * step);
@@ -86,83 +86,66 @@ attend_one(const bf16 *qkv, const bf16 *query_weight, const bf16 *key_weight, co
         load(values, value_head, chunk_index * step);
     }
     commit_copies();
-    // Eight warps: the queries' rows are those of two heads, the keys' and values' those of one.
-    constexpr int OWN_QUERIES = ROWS / (HALVES * WARPS), OWN_KEYS = PAGE / (HALVES * WARPS);
+    // Each block of the cluster norms an eighth of the rows for all of them: a query's by every warp, and one of the own page's,
+    // whose keys are the first four warps' and whose values the others'.
+    constexpr int OWN_KEYS = PAGE / CLUSTER;
+    static_assert(ROWS / CLUSTER == HALVES * WARPS && 2 * OWN_KEYS == HALVES * WARPS);
     const int width = (heads + 2 * kv_heads) * DIM, eighth = threadIdx.x / 32, first_position = (pages - 1) * PAGE;
-    const int query_row = eighth * OWN_QUERIES, key_row = eighth * OWN_KEYS;
-    const int last = chunks - 1, own_half = last / CLUSTER % HALVES;
-    // The own page goes to the half that has the last chunk.
-    const bool has_own = last % CLUSTER == rank, has_queries = part * ROWS + query_row < group * PAGE;
-    float query_norm[4], key_norm[4];
-    float2 query_turn[OWN_QUERIES], key_turn[OWN_KEYS];
-    load_weight(query_norm, query_weight, lane);
-    load_weight(key_norm, key_weight, lane);
-#pragma unroll
-    for (int i = 0; i < OWN_QUERIES; ++i) {
-        query_turn[i] = __bfloat1622float2(tables[size_t(first_position + (query_row + i) % PAGE) * PAIRS + lane]);
-    }
-#pragma unroll
-    for (int i = 0; i < OWN_KEYS; ++i) {
-        key_turn[i] = __bfloat1622float2(tables[size_t(first_position + key_row + i) * PAIRS + lane]);
-    }
+    const int row = rank * (ROWS / CLUSTER) + eighth, own_row = rank * OWN_KEYS + eighth % OWN_KEYS;
+    const bool has_query = part * ROWS + row < group * PAGE, is_key = eighth < OWN_KEYS;
+    const int head = kv_head * group + (part * ROWS + row) / PAGE;
+    float norms[2][4];
+    float2 turns[2];
+    load_weight(norms[0], query_weight, lane);
+    load_weight(norms[1], key_weight, lane);
+    turns[0] = __bfloat1622float2(tables[size_t(first_position + row % PAGE) * PAIRS + lane]);
+    turns[1] = __bfloat1622float2(tables[size_t(first_position + own_row) * PAIRS + lane]);
     wait_for_previous();
-    float q[OWN_QUERIES][4], k[OWN_KEYS][4];
-    bf16 v[OWN_KEYS][4];
-    if (has_queries) {
-        const int head = kv_head * group + (part * ROWS + query_row) / PAGE;
+    const bf16 *query = qkv + size_t(row % PAGE) * width + (has_query ? head : 0) * DIM + lane;
+    const bf16 *own = qkv + size_t(own_row) * width + (heads + kv_head + (is_key ? 0 : kv_heads)) * DIM + lane;
+    float v[2][4];
+    bf16 value[4];
 #pragma unroll
-        for (int i = 0; i < OWN_QUERIES; ++i) {
+    for (int j = 0; j < 4; ++j) {
+        v[0][j] = __bfloat162float(query[32 * j]);
+        value[j] = own[32 * j], v[1][j] = __bfloat162float(value[j]);
+    }
+    norm_and_turn<2>(v, {query_weight != nullptr, key_weight != nullptr}, norms, turns, eps);
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                q[i][j] = __bfloat162float(qkv[size_t((query_row + i) % PAGE) * width + head * DIM + lane + 32 * j]);
-            }
+    for (int j = 0; j < 4; ++j) {
+        const uint32_t pair = packed(v[0][j], v[1][j]);
+        s.rows[eighth][0][lane + 32 * j] = low_bf16(pair);
+        s.rows[eighth][1][lane + 32 * j] = is_key ? high_bf16(pair) : value[j];
+    }
+    __syncwarp();
+    wait_for_cluster();
+    const int piece = lane % 16;
+    if (has_query) {
+        const uint4 eight = *reinterpret_cast<const uint4 *>(&s.rows[eighth][0][piece * 8]);
+#pragma unroll
+        for (int block_of = lane / 16; block_of < CLUSTER; block_of += 2) {
+            *reinterpret_cast<uint4 *>(in_block(s.queries, block_of) + swizzled(row, piece)) = eight;
         }
     }
-    if (has_own) {
-#pragma unroll
-        for (int i = 0; i < OWN_KEYS; ++i) {
-            const bf16 *from = qkv + size_t(key_row + i) * width + (heads + kv_head) * DIM + lane;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                k[i][j] = __bfloat162float(from[32 * j]), v[i][j] = from[kv_heads * DIM + 32 * j];
-            }
-        }
-    }
-    if (has_queries) {
-        norm_and_turn<OWN_QUERIES>(q, query_weight != nullptr, query_norm, query_turn, eps);
-#pragma unroll
-        for (int i = 0; i < OWN_QUERIES; ++i) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                put(s.queries, query_row + i, lane + 32 * j, __float2bfloat16_rn(q[i][j]));
-            }
-        }
-    }
-    if (has_own) {
-        norm_and_turn<OWN_KEYS>(k, key_weight != nullptr, key_norm, key_turn, eps);
-        uint8_t *key_rows = s.tiles[own_half], *value_rows = key_rows + TILE_BYTES;
-        // If the tile is the chunk's first, its place in shared memory is free; otherwise it is read from the pool.
-        const bool is_here = last < HALVES * CLUSTER && last * step == own_tile;
-        const size_t page = table[pages - 1] * page_stride;
-#pragma unroll
-        for (int i = 0; i < OWN_KEYS; ++i) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const int row = key_row + i, d = lane + 32 * j;
-                const bf16 key = __float2bfloat16_rn(k[i][j]);
-                if (is_here) {
-                    put(key_rows, own_place * PAGE + row, d, key);
-                    put(value_rows, own_place * PAGE + row, d, v[i][j]);
-                }
-                if (part == 0 || !is_here) {
-                    key_head[page + row * DIM + d] = key;
-                    value_head[page + row * DIM + d] = v[i][j];
-                }
-            }
+    // The own page goes to the half that has the last chunk. If the tile is the chunk's first, its place in shared memory is
+    // free; otherwise it is read from the pool.
+    const int last = chunks - 1;
+    const bool is_here = last < HALVES * CLUSTER && last * step == own_tile;
+    bf16 *in_pool = (is_key ? key_head : value_head) + table[pages - 1] * page_stride + own_row * DIM + piece * 8;
+    const uint4 own_eight = *reinterpret_cast<const uint4 *>(&s.rows[eighth][1][piece * 8]);
+    if (lane < 16) {
+        if (is_here) {
+            uint8_t *tile = in_block(s.tiles[last / CLUSTER % HALVES], last % CLUSTER) + (is_key ? 0 : TILE_BYTES);
+            *reinterpret_cast<uint4 *>(tile + swizzled(own_place * PAGE + own_row, piece)) = own_eight;
+        } else {
+            *reinterpret_cast<uint4 *>(in_pool) = own_eight;
         }
     }
     // Rows of the queries, and the own page whether in shared memory or in the pool.
-    __syncthreads();
+    sync_cluster();
+    if (lane < 16 && is_here && part == 0) {
+        *reinterpret_cast<uint4 *>(in_pool) = own_eight;
+    }
 
     bool is_first_tile = true;
     for (; chunk_index < chunks; chunk_index += HALVES * CLUSTER) {
@@ -217,30 +200,40 @@ attend_one(const bf16 *qkv, const bf16 *query_weight, const bf16 *key_weight, co
     }
     sync_cluster();
 
-    // As `combine`: a warp folds one of the block's eighth of the rows.
-    const int row = rank * (ROWS / CLUSTER) + eighth;
-    if (part * ROWS + row < group * PAGE) {
+    // As `combine`: a warp folds one row.
+    if (has_query) {
         float maximum = -INFINITY, total = 0.0f, sum[4] = {};
-#pragma unroll 4
-        for (int index = 0; index < chunks; ++index) {
-            const int of_half = index / CLUSTER % HALVES;
-            Chunk *from = index < HALVES * CLUSTER ? &s.first[of_half] : reinterpret_cast<Chunk *>(s.tiles[of_half]);
-            from = in_block(from, index % CLUSTER);
-            const float2 weight = from->weights[row];
-            const float4 values_of = *reinterpret_cast<const float4 *>(&from->values[row][lane * 4]);
-            const float new_maximum = fmaxf(maximum, weight.x);
-            const float by = worth(maximum, new_maximum), chunk_by = worth(weight.x, new_maximum);
-            total = fold(total, by, weight.y, chunk_by);
-            maximum = new_maximum;
-            sum[0] = fold(sum[0], by, values_of.x, chunk_by);
-            sum[1] = fold(sum[1], by, values_of.y, chunk_by);
-            sum[2] = fold(sum[2], by, values_of.z, chunk_by);
-            sum[3] = fold(sum[3], by, values_of.w, chunk_by);
+#pragma unroll 1
+        for (int first = 0; first < chunks; first += FOLDED_AT_ONCE) {
+            float2 weights[FOLDED_AT_ONCE];
+            float4 values_of[FOLDED_AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < FOLDED_AT_ONCE; ++i) {
+                if (first + i < chunks) {
+                    const int of_half = i / CLUSTER % HALVES;
+                    Chunk *from = first == 0 ? &s.first[of_half] : reinterpret_cast<Chunk *>(s.tiles[of_half]);
+                    from = in_block(from, i % CLUSTER);
+                    weights[i] = from->weights[row];
+                    values_of[i] = *reinterpret_cast<const float4 *>(&from->values[row][lane * 4]);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < FOLDED_AT_ONCE; ++i) {
+                if (first + i < chunks) {
+                    const float new_maximum = fmaxf(maximum, weights[i].x);
+                    const float by = worth(maximum, new_maximum), chunk_by = worth(weights[i].x, new_maximum);
+                    total = fold(total, by, weights[i].y, chunk_by);
+                    maximum = new_maximum;
+                    sum[0] = fold(sum[0], by, values_of[i].x, chunk_by);
+                    sum[1] = fold(sum[1], by, values_of[i].y, chunk_by);
+                    sum[2] = fold(sum[2], by, values_of[i].z, chunk_by);
+                    sum[3] = fold(sum[3], by, values_of[i].w, chunk_by);
+                }
+            }
         }
         const float inverse = __frcp_rn(total);
         const uint2 result = make_uint2(packed(__fmul_rn(sum[0], inverse), __fmul_rn(sum[1], inverse)),
                                         packed(__fmul_rn(sum[2], inverse), __fmul_rn(sum[3], inverse)));
-        const int head = kv_head * group + (part * ROWS + row) / PAGE;
         *reinterpret_cast<uint2 *>(out + (size_t(row % PAGE) * heads + head) * DIM + lane * 4) = result;
     }
     // No block ends while another reads its memory.

@@ -59,11 +59,6 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[4], 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ uint32_t packed(float low, float high) {
-    __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return *reinterpret_cast<uint32_t *>(&pair);
-}
-
 /// Starts copying one head of up to 4 pages into a tile.
 template <int THREADS>
 __device__ __forceinline__ void load_tile(uint32_t to, const bf16 *head, const uint32_t *table, int pages,
@@ -88,6 +83,40 @@ struct Sums {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 values[n][i] = 0.0f;
+            }
+        }
+    }
+
+    /// Folds a chunk in, as `combine` does from memory.
+    __device__ __forceinline__ void fold_in(const Sums &chunk) {
+        float by[2], chunk_by[2];
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            const float new_maximum = fmaxf(maximum[side], chunk.maximum[side]);
+            by[side] = worth(maximum[side], new_maximum);
+            chunk_by[side] = worth(chunk.maximum[side], new_maximum);
+            total[side] = fold(total[side], by[side], chunk.total[side], chunk_by[side]);
+            maximum[side] = new_maximum;
+        }
+#pragma unroll
+        for (int n = 0; n < 16; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                values[n][i] = fold(values[n][i], by[i / 2], chunk.values[n][i], chunk_by[i / 2]);
+            }
+        }
+    }
+
+    /// Divides by the totals and writes the warp's 16 rows from `out` on, `pitch` elements apart.
+    __device__ __forceinline__ void store(bf16 *out, size_t pitch, int lane) const {
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            const float inverse = __frcp_rn(total[side]);
+            bf16 *to = out + (lane / 4 + side * 8) * pitch + lane % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < 16; ++n) {
+                *reinterpret_cast<uint32_t *>(to + n * 8) = packed(__fmul_rn(values[n][side * 2], inverse),
+                                                                   __fmul_rn(values[n][side * 2 + 1], inverse));
             }
         }
     }

@@ -12,6 +12,11 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void *from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+/// As `copy_16`, or zeros.
+__device__ __forceinline__ void copy_16_or_zeros(uint32_t to, const void *from, bool copies) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copies ? 16 : 0) : "memory");
+}
+
 /// Ends a group of copies: those since the last call.
 __device__ __forceinline__ void commit_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");

@@ -9,36 +9,34 @@ constexpr int PAIRS = 32;
 /// `COUNT` heads at once, so that none waits for another. `v`: of each, dimensions lane, lane + 32, lane + 64 and lane + 96,
 /// so both of a rotated pair; `weight`: likewise, if the head has a norm; `turn`: cosine and sine of the head's position.
 template <int COUNT>
-__device__ __forceinline__ void norm_and_turn(float (&v)[COUNT][4], bool has_norm, const float (&weight)[4],
+__device__ __forceinline__ void norm_and_turn(float (&v)[COUNT][4], const bool (&has_norm)[COUNT], const float (&weight)[COUNT][4],
                                               const float2 (&turn)[COUNT], float eps) {
-    if (has_norm) {
-        float squares[COUNT];
+    float squares[COUNT];
+#pragma unroll
+    for (int head = 0; head < COUNT; ++head) {
+        const float(&of)[4] = v[head];
+        squares[head] = of[0] * of[0] + of[1] * of[1] + of[2] * of[2] + of[3] * of[3];
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
 #pragma unroll
         for (int head = 0; head < COUNT; ++head) {
-            const float(&of)[4] = v[head];
-            squares[head] = of[0] * of[0] + of[1] * of[1] + of[2] * of[2] + of[3] * of[3];
+            squares[head] += __shfl_xor_sync(0xffffffffu, squares[head], distance);
         }
+    }
+    // Roots and divisions are long: each lane has those of one head.
+    float own = squares[0];
 #pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
+    for (int head = 1; head < COUNT; ++head) {
+        own = int(threadIdx.x) % COUNT == head ? squares[head] : own;
+    }
+    own = 1.0f / sqrtf(own / HEAD_DIM + eps);
 #pragma unroll
-            for (int head = 0; head < COUNT; ++head) {
-                squares[head] += __shfl_xor_sync(0xffffffffu, squares[head], distance);
-            }
-        }
-        // Roots and divisions are long: each lane has those of one head.
-        float own = squares[0];
+    for (int head = 0; head < COUNT; ++head) {
+        const float scale = COUNT == 1 ? own : __shfl_sync(0xffffffffu, own, head);
 #pragma unroll
-        for (int head = 1; head < COUNT; ++head) {
-            own = int(threadIdx.x) % COUNT == head ? squares[head] : own;
-        }
-        own = 1.0f / sqrtf(own / HEAD_DIM + eps);
-#pragma unroll
-        for (int head = 0; head < COUNT; ++head) {
-            const float scale = COUNT == 1 ? own : __shfl_sync(0xffffffffu, own, head);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                v[head][i] = rounded(rounded(v[head][i] * scale) * weight[i]);
-            }
+        for (int i = 0; i < 4; ++i) {
+            v[head][i] = has_norm[head] ? rounded(rounded(v[head][i] * scale) * weight[head][i]) : v[head][i];
         }
     }
 #pragma unroll

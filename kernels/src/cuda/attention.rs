@@ -18,7 +18,7 @@ const PARTIAL_ROWS: usize = 64;
 const ONE_CLUSTER: usize = 8;
 const ONE_ROWS: usize = 64;
 const ONE_THREADS: u32 = 256;
-const ONE_SHARED_BYTES: u32 = 213 * 1024;
+const ONE_SHARED_BYTES: u32 = 217 * 1024;
 
 /// `tiles` tiles of 128 keys and of 128 values each, and `rows` queries.
 const fn shared_bytes(tiles: usize, rows: usize) -> u32 {
@@ -26,6 +26,8 @@ const fn shared_bytes(tiles: usize, rows: usize) -> u32 {
 }
 
 const AHEAD_SHARED_BYTES: u32 = shared_bytes(2, ATTEND_ROWS);
+/// Two tiles, and eight barriers.
+const WIDE_SHARED_BYTES: u32 = AHEAD_SHARED_BYTES + 64;
 const ATTEND_SHARED_BYTES: u32 = shared_bytes(1, ATTEND_ROWS);
 const PARTIAL_SHARED_BYTES: u32 = shared_bytes(1, PARTIAL_ROWS);
 
@@ -35,6 +37,9 @@ pub struct Attention {
     embed: Kernel,
     norm_and_rope: Kernel,
     attend: Kernel,
+    /// Whether that is Hopper's.
+    is_wide: bool,
+    attend_threads: u32,
     attend_shared_bytes: u32,
     partial: Kernel,
     combine: Kernel,
@@ -78,11 +83,14 @@ pub struct HeadTransform {
 impl Attention {
     /// Loads the kernels.
     pub fn new(device: &Device) -> Result<Self, CudaError> {
-        let (attend, attend_shared_bytes) = match device.properties().shared_bytes_max >= AHEAD_SHARED_BYTES {
-            true => ("attend_ahead", AHEAD_SHARED_BYTES),
-            false => ("attend", ATTEND_SHARED_BYTES),
+        let has_room_ahead = device.properties().shared_bytes_max >= AHEAD_SHARED_BYTES;
+        let is_wide = device.has_module("attention_wide_sm90a")?;
+        let (module, attend, attend_threads, attend_shared_bytes) = match is_wide {
+            true => ("attention_wide_sm90a", "attend_wide", 384, WIDE_SHARED_BYTES),
+            false if has_room_ahead => ("attention", "attend_ahead", 256, AHEAD_SHARED_BYTES),
+            false => ("attention", "attend", 256, ATTEND_SHARED_BYTES),
         };
-        let attend = device.kernel("attention", attend)?;
+        let attend = device.kernel(module, attend)?;
         let partial = device.kernel("attention", "partial")?;
         attend.allow_shared(attend_shared_bytes)?;
         partial.allow_shared(PARTIAL_SHARED_BYTES)?;
@@ -96,6 +104,8 @@ impl Attention {
             embed: device.kernel("rope", "embed")?,
             norm_and_rope: device.kernel("rope", "norm_and_rope")?,
             attend,
+            is_wide,
+            attend_threads,
             attend_shared_bytes,
             partial,
             combine: device.kernel("attention", "combine")?,
@@ -236,7 +246,9 @@ impl Attention {
     /// result is the same bits.
     fn split_blocks_max(&self, heads: Heads) -> usize {
         let threads_of_block = heads.kv * (heads.query / heads.kv * BLOCK).div_ceil(ATTEND_ROWS);
-        self.multiprocessors / 2 / threads_of_block
+        // Hopper's kernel for larger ones is some three times as fast as the split one.
+        let filled = if self.is_wide { self.multiprocessors / 4 } else { self.multiprocessors / 2 };
+        filled / threads_of_block
     }
 
     /// `out = softmax(q . k / sqrt(dim)) v` over the pages each block sees. `q`, `out`: `[blocks * 32, query * dim]`.
@@ -261,7 +273,7 @@ impl Attention {
         let sizes = [argument(&pages.page_stride), argument(&kv), argument(&group_argument)];
         if blocks > self.split_blocks_max(heads) {
             let grid = [heads.kv, (group * BLOCK).div_ceil(ATTEND_ROWS), blocks].map(|count| count as u32);
-            let launch = LaunchShape::new(grid, 256).shared(self.attend_shared_bytes).overlapping();
+            let launch = LaunchShape::new(grid, self.attend_threads).shared(self.attend_shared_bytes).overlapping();
             let arguments = [&inputs[..], &[argument(&out)], &sizes].concat();
             // SAFETY: the parameters of the source; the kernel waits; the rest is the caller's promise.
             return unsafe { self.attend.launch(launch, &arguments) };
