@@ -139,7 +139,8 @@ impl DownTask<'_> {
 }
 
 /// [`experts`] with activations of eight bits: what enters a projection is quantized, and what leaves it rounded to
-/// BF16, as [`crate::oracle::linear_int8`] does. Added in ascending order of experts.
+/// BF16, with the bits of [`crate::oracle::linear_int8`]. Added in ascending order of experts. Every instruction set that
+/// has it gives the same bits.
 ///
 /// # Panics
 /// Unless [`has_int8_experts`] holds for `isa` and every matrix.

@@ -81,7 +81,7 @@ mod tests {
     use minnow_common::{Encoding, Shape, TensorSpec};
 
     use super::super::panels::Narrowed;
-    use super::super::{Amx, Avx512Vnni, Plan};
+    use super::super::{Amx, Avx512Bw, Avx512Vnni, CODE_STEP, CodeBytes, Plan};
     use super::*;
     use crate::codec;
     use crate::conformance::random;
@@ -119,14 +119,52 @@ mod tests {
         out
     }
 
+    /// Products in plain integers, and all else as on AMX: what surrounds its tiles runs where there are none.
+    #[derive(Clone, Copy)]
+    struct Plain(Avx512Bw);
+
+    impl CodeEngine for Plain {
+        const FORM: CodeBytes = CodeBytes::Signed;
+
+        type Session = Self;
+
+        fn wide(self) -> Avx512Bw {
+            self.0
+        }
+
+        fn begin_codes(self) -> Self {
+            self
+        }
+
+        fn add_group(session: &Self, sums: &mut [Tile], weights: &Codes<'_>, rows: &[RowCodes<'_>], dots: &mut [Dots]) {
+            let tiles = weights.scales.len();
+            let code = |line: &Line, byte: usize| i32::from(line.0[byte / 2].to_le_bytes()[byte % 2] as i8);
+            for (index, (sum, dots)) in sums.iter_mut().zip(dots).enumerate() {
+                let (rows, tile) = (&rows[index / tiles], index % tiles);
+                for (place, dot) in dots.0.as_flattened_mut().iter_mut().enumerate() {
+                    let (feature, row) = (tile * EDGE + place / EDGE, place % EDGE);
+                    let product = |column: usize| {
+                        let (step, byte) = (column / CODE_STEP, column % CODE_STEP);
+                        code(&weights.lines[step * tiles * EDGE + feature], byte)
+                            * code(&rows.lines[step * EDGE + byte / 4], 4 * row + byte % 4)
+                    };
+                    *dot = (0..Order::SPAN).map(product).sum();
+                }
+                session.0.add_dots(sum, dots, &weights.scales[tile], rows.scales);
+            }
+        }
+    }
+
     /// Every code there is, with scales from the smallest to the largest, and rows of all kinds.
     #[test]
     fn products_of_codes_are_the_oracles_on_every_engine() {
         let bits = |values: &[f32]| -> Vec<u32> {
             values.iter().map(|value| if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() }).collect()
         };
-        let (amx, vnni) = (Amx::detect(), Avx512Vnni::detect());
-        eprintln!("AMX: {}, AVX-512 VNNI: {}", amx.is_some(), vnni.is_some());
+        let (amx, vnni, plain) = (Amx::detect(), Avx512Vnni::detect(), Avx512Bw::detect().map(Plain));
+        for (name, is_present) in [("AMX", amx.is_some()), ("AVX-512 VNNI", vnni.is_some())] {
+            eprintln!("{name}: {}", if is_present { "runs" } else { "skipped, for this CPU has none" });
+        }
         for (rows, cols, features) in
             [(1, 128, 8), (8, 256, 64), (9, 384, 24), (17, 128, 72), (40, 512, 144), (33, 128, 48)]
         {
@@ -156,6 +194,7 @@ mod tests {
                 let found = [
                     ("amx", amx.map(|engine| all_products(engine, &w, &x))),
                     ("avx512vnni", vnni.map(|engine| all_products(engine, &w, &x))),
+                    ("plain", plain.map(|engine| all_products(engine, &w, &x))),
                 ];
                 for (name, found) in found {
                     let Some(found) = found else { continue };

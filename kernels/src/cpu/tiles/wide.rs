@@ -251,7 +251,7 @@ fn quantize(row: &[f32], columns: &[u8; Order::SPAN], out: &mut [Line], scales: 
         let codes = codes.map(|code| code as i8);
         let ordered = columns.map(|column| codes[usize::from(column) % Order::SPAN]);
         for (codes, line) in ordered.as_chunks::<CODE_STEP>().0.iter().zip(lines) {
-            // SA#[target_feature(enable = "avx512f,avx512bw,avx512vl")]TY: the codes are 64 bytes, as is a line.
+            // SAFETY: the codes are 64 bytes, as is a line.
             unsafe { _mm512_storeu_si512(line.0.as_mut_ptr().cast(), _mm512_loadu_si512(codes.as_ptr().cast())) }
         }
     }
@@ -279,7 +279,7 @@ fn quantize_columns(
                 *four |= u32::from(code_of(*value, scale) as i8 as u8) << (8 * place);
             }
         }
-        // SA#[target_feature(enable = "avx512f,avx512bw,avx512vl")]TY: sixteen times four codes are 64 bytes, as is a line.
+        // SAFETY: sixteen times four codes are 64 bytes, as is a line.
         unsafe { _mm512_storeu_si512(line.0.as_mut_ptr().cast(), _mm512_loadu_si512(fours.as_ptr().cast())) }
     }
     scales
@@ -290,7 +290,7 @@ fn nibble_codes(codes: &NibbleGroup, form: CodeBytes, out: &mut [Line], step_lin
     let (tiles, _) = codes.as_chunks::<64>();
     let mut vectors = [_mm512_setzero_si512(); 8];
     for (vector, tile) in vectors.iter_mut().zip(tiles) {
-        // SA#[target_feature(enable = "avx512f,avx512bw,avx512vl")]TY: a tile is 64 bytes.
+        // SAFETY: a tile is 64 bytes.
         *vector = unsafe { _mm512_loadu_si512(tile.as_ptr().cast()) };
     }
     let (sign_bits, low_halves) = (_mm512_set1_epi8(0x88u8 as i8), _mm512_set1_epi8(0x0f));
@@ -305,7 +305,7 @@ fn nibble_codes(codes: &NibbleGroup, form: CodeBytes, out: &mut [Line], step_lin
         let lines = [codes, _mm512_srli_epi16::<4>(codes)];
         for (step, line) in lines.into_iter().enumerate() {
             let line = _mm512_sub_epi8(_mm512_and_si512(line, low_halves), offset);
-            // SA#[target_feature(enable = "avx512f,avx512bw,avx512vl")]TY: a line is 64 bytes.
+            // SAFETY: a line is 64 bytes.
             unsafe { _mm512_storeu_si512(out[step * step_lines + row].0.as_mut_ptr().cast(), line) }
         }
     }
@@ -325,12 +325,12 @@ fn byte_codes(codes: &ByteGroup, form: CodeBytes, out: &mut [Line], step_lines: 
             let mut vectors = [_mm512_setzero_si512(); 4];
             for (tile, vector) in vectors.iter_mut().enumerate() {
                 let bytes = &quarter_tiles[(4 * step + tile) * 2 + four_rows];
-                // SA#[target_feature(enable = "avx512f,avx512bw,avx512vl")]TY: these are 64 bytes.
+                // SAFETY: these are 64 bytes.
                 *vector = unsafe { _mm512_loadu_si512(bytes.as_ptr().cast()) };
             }
             for (row, codes) in transpose_quarters(vectors).into_iter().enumerate() {
                 let place = &mut out[step * step_lines + 4 * four_rows + row];
-                // SA#[target_feature(enable = "avx512f,avx512bw,avx512vl")]TY: a line is 64 bytes.
+                // SAFETY: a line is 64 bytes.
                 unsafe { _mm512_storeu_si512(place.0.as_mut_ptr().cast(), _mm512_xor_si512(codes, turned)) }
             }
         }
@@ -339,9 +339,14 @@ fn byte_codes(codes: &ByteGroup, form: CodeBytes, out: &mut [Line], step_lines: 
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 fn add_dots(sum: &mut Tile, dots: &Dots, scales: &[f32; EDGE], row_scales: &[f32; EDGE]) {
-    for ((sum, dots), scale) in sum.0.iter_mut().zip(&dots.0).zip(scales) {
-        for ((sum, &dot), row_scale) in sum.iter_mut().zip(dots).zip(row_scales) {
-            *sum += dot as f32 * (row_scale * scale);
+    // SAFETY: rows of tiles, of dots, and row scales are 64 bytes.
+    unsafe {
+        let row_scales = _mm512_loadu_ps(row_scales.as_ptr());
+        for ((sum, dots), scale) in sum.0.iter_mut().zip(&dots.0).zip(scales) {
+            let factor = _mm512_mul_ps(row_scales, _mm512_set1_ps(*scale));
+            let product = _mm512_cvtepi32_ps(_mm512_loadu_si512(dots.as_ptr().cast()));
+            let scaled = _mm512_mul_ps(product, factor);
+            _mm512_storeu_ps(sum.as_mut_ptr(), _mm512_add_ps(_mm512_loadu_ps(sum.as_ptr()), scaled));
         }
     }
 }
