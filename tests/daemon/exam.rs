@@ -6,6 +6,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use minnow_common::Encoding;
+use minnow_kernels::conformance::StoredMatrix;
+use minnow_kernels::cpu::{self, Isa};
 use minnow_tests::{golden, program};
 use serde_json::Value;
 
@@ -132,6 +135,25 @@ fn activations_of_four_bits_cost_no_more_than_two_points() {
     let output = program::minnowd(&["verify", "--device", "cpu", "--model", model, "--fp4-expert-activations"]);
     println!("{}", program::stdout(&output));
     assert!(output.status.success(), "{}{}", program::stdout(&output), program::stderr(&output));
+}
+
+/// Eight bits cost less than four, and the allowance is the same.
+#[test]
+fn activations_of_eight_bits_cost_no_more_than_two_points() {
+    let Some(tiny) = golden::tiny_dir() else { return };
+    let probe = StoredMatrix::random("probe", 8, 128, Encoding::I4Mma, 128);
+    if !cpu::has_int8_experts(Isa::detect(), &probe.view()) {
+        eprintln!("skipped: this CPU does not multiply codes");
+        return;
+    }
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = converted(&tiny, folder.path(), "int4");
+    let result = eval(&["--model", file.to_str().expect("UTF-8"), "--device", "cpu", "--int8-expert-activations"]);
+    println!("{} right in {} forwards", result["all"]["right"], result["all"]["forwards"]);
+    let score = result["exact_match"].as_f64().expect("a score");
+    // The reference answers 330 of 374.
+    let original = 100.0 * 330.0 / 374.0;
+    assert!((score - original).abs() <= POINTS_MAX, "{score} with activations of eight bits, {original} without");
 }
 
 #[test]

@@ -63,8 +63,14 @@ fn integer_layouts_of_the_same_codes_give_the_same_bits() {
 
 #[test]
 fn an_expert_row_does_not_see_its_company() {
-    let (hidden, inner, slots) = (128, 64, 4);
-    for (encoding, group) in [(Encoding::Float(FloatType::Bf16), 0), (Encoding::I4Mma, 32), (Encoding::Nvfp4, 16)] {
+    let (hidden, inner, slots) = (128, 128, 4);
+    for (encoding, group) in [
+        (Encoding::Float(FloatType::Bf16), 0),
+        (Encoding::I4Mma, 32),
+        (Encoding::Nvfp4, 16),
+        (Encoding::I4Mma, 128),
+        (Encoding::I8Mma, 128),
+    ] {
         let stored: Vec<_> = (0..9).map(|index| StoredExpert::random(index, hidden, inner, encoding, group)).collect();
         let x = random("x", ROWS * hidden);
         let ids: Vec<u32> = (0..(ROWS * slots) as u64).map(|slot| (mix64(slot) % 9) as u32).collect();
@@ -78,11 +84,16 @@ fn an_expert_row_does_not_see_its_company() {
                 let expert = |id: u32| stored[id as usize].view();
                 match activations {
                     "plain" => cpu::experts(isa, &mut out, x, ids, weights, hidden, expert),
+                    "int8" => cpu::experts_int8(isa, &mut out, x, ids, weights, hidden, expert),
                     _ => cpu::experts_fp4(isa, &mut out, x, ids, weights, hidden, expert),
                 }
                 out
             };
-            let kinds: &[&str] = if encoding == Encoding::Nvfp4 { &["plain", "fp4"] } else { &["plain"] };
+            let kinds: &[&str] = match encoding {
+                Encoding::Nvfp4 => &["plain", "fp4"],
+                _ if cpu::has_int8_experts(isa, &stored[0].gate.view()) => &["plain", "int8"],
+                _ => &["plain"],
+            };
             for activations in kinds {
                 let all = with_threads(1, || experts(activations, 0, ROWS));
                 for threads in [1, 2] {

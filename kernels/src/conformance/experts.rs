@@ -4,7 +4,7 @@ use minnow_common::random::mix64;
 use minnow_common::{Encoding, FloatType};
 
 use super::{Arithmetic, BF16_ROUNDING, ROUNDING, StoredMatrix, Tolerance, random};
-use crate::cpu::{Expert, Isa, has_int8_experts};
+use crate::cpu::{self, Expert, Isa, has_int8_experts};
 use crate::oracle::{self, PlainExpert};
 
 /// The matrices of an expert.
@@ -93,6 +93,7 @@ impl ExpertsCase {
             (13, 4, 40, 128, 64, Encoding::Nvfp4, 16),
             (64, 2, 6, 64, 32, Encoding::I8Mma, 32),
             (70, 4, 5, 256, 128, Encoding::I8Mma, 128),
+            (9, 2, 3, 384, 256, Encoding::I8Mma, 128),
             (50, 3, 4, 96, 64, bf16, 0),
         ]
         .into_iter()
@@ -139,7 +140,8 @@ impl ExpertsCase {
         self.tolerance().and_absolute(of_rounding + (self.slots() as f32).sqrt() * of_weights)
     }
 
-    /// [`Self::expected`] with activations of eight bits; `None` where the experts are not stored for that.
+    /// [`Self::expected`] with activations of eight bits; `None` where the experts are not stored for that. To the bit: `silu`
+    /// and the sum over experts are those of `isa`, and all else is the oracle's.
     #[must_use]
     pub fn expected_int8(&self, isa: Isa) -> Option<Vec<f32>> {
         let StoredExpert { gate, up, down } = &self.experts[0];
@@ -155,13 +157,22 @@ impl ExpertsCase {
             let (mut gate, mut up, mut out) = (Vec::new(), Vec::new(), Vec::new());
             linear(&mut gate, &self.x, &expert.gate);
             linear(&mut up, &self.x, &expert.up);
-            let mut gated = vec![0.0; gate.len()];
-            oracle::swiglu(&mut gated, &gate, &up);
-            linear(&mut out, &gated, &expert.down);
+            cpu::swiglu(isa, &mut gate, &up);
+            linear(&mut out, &gate, &expert.down);
             out
         };
         let by_expert: Vec<Vec<f32>> = self.experts.iter().map(of_expert).collect();
-        Some(self.weighted(&by_expert))
+        let slots = self.slots();
+        let mut out = vec![0.0; self.x.len()];
+        for (row, out) in out.chunks_exact_mut(self.hidden).enumerate() {
+            let mut ascending: Vec<usize> = (row * slots..(row + 1) * slots).collect();
+            ascending.sort_by_key(|&slot| self.ids[slot]);
+            for slot in ascending {
+                let y = &by_expert[self.ids[slot] as usize][row * self.hidden..][..self.hidden];
+                out.iter_mut().zip(y).for_each(|(out, y)| *out = self.weights[slot].mul_add(*y, *out));
+            }
+        }
+        Some(out)
     }
 
     /// [`Self::expected`] with activations of four bits; `None` where the experts are not NVFP4.

@@ -13,7 +13,7 @@ use super::lanes::Lanes;
 use super::linear::{BlockProducts, BlockScratch, FEATURES, linear};
 use super::products::{Packed, Step};
 #[cfg(target_arch = "x86_64")]
-use super::tiles::{self, Activations};
+use super::tiles;
 use crate::matrix::WeightMatrix;
 
 /// The three matrices of a feed-forward part.
@@ -75,7 +75,7 @@ pub fn experts<'a>(
         [&expert.gate, &expert.up, &expert.down].into_iter().all(|matrix| tiles::takes(isa, matrix))
     }) {
         out.fill(0.0);
-        return tiles::experts(isa, out, x, weights, hidden, &uses.experts, Activations::Rounded);
+        return tiles::experts(isa, out, x, weights, hidden, &uses.experts);
     }
     with_taken!(Between, |Between { gated, packed }: &mut Between| {
         gated.resize(ids.len() * uses.inner, 0.0);
@@ -139,7 +139,8 @@ impl DownTask<'_> {
 }
 
 /// [`experts`] with activations of eight bits: what enters a projection is quantized, and what leaves it rounded to
-/// BF16, as [`crate::oracle::linear_int8`] does. Added in ascending order of experts.
+/// BF16, with the bits of [`crate::oracle::linear_int8`]. Added in ascending order of experts. Every instruction set that
+/// has it gives the same bits.
 ///
 /// # Panics
 /// Unless [`has_int8_experts`] holds for `isa` and every matrix.
@@ -165,15 +166,15 @@ pub fn experts_int8<'a>(
         assert!([gate, up, down].into_iter().all(|matrix| has_int8_experts(isa, matrix)));
     }
     #[cfg(target_arch = "x86_64")]
-    tiles::experts(isa, out, x, weights, hidden, &uses.experts, Activations::Int8);
+    tiles::experts_int8(isa, out, x, weights, hidden, &uses.experts);
 }
 
-/// Whether [`experts_int8`] is there for such matrices on `isa`: `i4_mma` and `i8_mma` in groups of 128, where products
-/// are done in BF16.
+/// Whether [`experts_int8`] is there for such matrices on `isa`: `i4_mma` and `i8_mma` in groups of 128, where the CPU has
+/// AMX or AVX-512 VNNI and `isa` allows them.
 #[must_use]
 pub fn has_int8_experts(isa: Isa, matrix: &WeightMatrix<'_>) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return isa.rounds_to_bf16() && tiles::takes_int8(matrix);
+    return tiles::takes_int8(isa, matrix);
     #[cfg(not(target_arch = "x86_64"))]
     return false;
 }

@@ -10,6 +10,8 @@
 //! - Products of BF16 (`tiles`): what enters a product with stored weights is rounded to BF16 once, sums are f32, and
 //!   nothing else is rounded. The router's products and weights stored as F16 or F32 keep to f32.
 //!
+//! Experts can have a third, [`experts_int8`]: activations of eight bits, and exact integers as products.
+//!
 //! Operations take the [`Isa`] to use as their first argument; `isa` says how that becomes machine code.
 
 mod attention;

@@ -122,8 +122,9 @@ impl Backend for Cpu {
     fn tolerance(&self) -> f64 {
         match self.expert_activations {
             ExpertActivations::Fp4 => TOLERANCE_FP4,
-            _ if self.isa.rounds_to_bf16() => TOLERANCE_BF16,
-            _ => TOLERANCE_F32,
+            ExpertActivations::Int8 => TOLERANCE_BF16,
+            ExpertActivations::Plain if self.isa.rounds_to_bf16() => TOLERANCE_BF16,
+            ExpertActivations::Plain => TOLERANCE_F32,
         }
     }
 

@@ -304,8 +304,8 @@ pub enum ModelError {
     },
     /// Activations of eight bits were asked for where they are not to be had.
     #[error(
-        "--int8-expert-activations needs avx512bf16 or amx and experts stored as i8_mma or i4_mma in groups of 128; \
-         this is {isa}, and {tensor} does not fit"
+        "--int8-expert-activations needs AVX-512 VNNI or AMX, allowed by --isa, and experts stored as i8_mma or i4_mma in \
+         groups of 128; this is {isa}, and {tensor} does not fit"
     )]
     Int8Experts {
         /// The instruction set in use.

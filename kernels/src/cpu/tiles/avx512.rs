@@ -1,30 +1,31 @@
-//! AVX-512 with BF16: the products of a tile by dot products of pairs, and all that surrounds products on any engine.
+//! AVX-512 with BF16: the products of a tile by dot products of pairs, and what surrounds products in BF16 on any engine.
 //!
 //! Every function that is compiled for these instructions is private; the methods of [`Avx512Bf16`] are the door.
 
 use std::arch::is_x86_feature_detected;
 use std::arch::x86_64::*;
+use std::ops::Deref;
 
-use super::{EDGE, Engine, Job, Line, Order, STEP, Tile, Weights};
+use super::wide::{ByteGroup, NibbleGroup, transpose_eighths, transpose_quarters, widened};
+use super::{Avx512Bw, EDGE, Engine, Job, Line, Order, STEP, Tile, Weights};
 use crate::codec::STRIP;
-use crate::oracle::{code_of, quantize_row, scale_of_group};
 
 /// Proof that this CPU has AVX-512F, BW, VL and BF16. The only way to get one is [`Avx512Bf16::detect`].
 #[derive(Clone, Copy)]
-pub(in crate::cpu) struct Avx512Bf16(());
+pub(in crate::cpu) struct Avx512Bf16(Avx512Bw);
 
-/// Codes of one group of `i4_mma`, eight rows.
-pub(super) type NibbleGroup = [u8; STRIP * Order::SPAN / 2];
-/// Codes of one group of `i8_mma`, eight rows.
-pub(super) type ByteGroup = [u8; STRIP * Order::SPAN];
+impl Deref for Avx512Bf16 {
+    type Target = Avx512Bw;
+
+    fn deref(&self) -> &Avx512Bw {
+        &self.0
+    }
+}
 
 impl Avx512Bf16 {
     pub(in crate::cpu) fn detect() -> Option<Self> {
-        let present = is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512vl")
-            && is_x86_feature_detected!("avx512bf16");
-        present.then_some(Self(()))
+        let wide = Avx512Bw::detect()?;
+        is_x86_feature_detected!("avx512bf16").then_some(Self(wide))
     }
 
     /// Rounds a row to BF16 and puts its columns in `order`; what `out` has beyond the row is zero. A row in another
@@ -45,53 +46,6 @@ impl Avx512Bf16 {
     pub(super) fn narrow_line(self, values: &[f32; STEP], out: &mut Line) {
         // SAFETY: `self` exists, so `detect` saw all features that `narrow_line` is compiled for.
         unsafe { narrow_line(values, out) }
-    }
-
-    /// Quantizes a row to eight bits in groups of [`Order::SPAN`], as [`crate::oracle::quantize_row`], and puts the codes,
-    /// as BF16, in `order`. `row` and `scales` are whole groups.
-    pub(super) fn quantize(self, row: &[f32], order: Order, out: &mut [Line], scales: &mut [f32]) {
-        assert!(row.len() == scales.len() * Order::SPAN && out.len() * STEP == row.len());
-        // SAFETY: `self` exists, so `detect` saw all features that `quantize` is compiled for.
-        unsafe { quantize(row, out, scales) }
-        if order != Order::Ascending {
-            // SAFETY: as above.
-            unsafe { reorder(out, &order.columns()) }
-        }
-    }
-
-    /// Quantizes [`Order::SPAN`] values of each of sixteen rows in place: `values[column][row]`. Returns the scales.
-    pub(super) fn quantize_columns(self, values: &mut [[f32; EDGE]; Order::SPAN]) -> [f32; EDGE] {
-        // SAFETY: `self` exists, so `detect` saw all features that `quantize_columns` is compiled for.
-        unsafe { quantize_columns(values) }
-    }
-
-    /// Rounds sums to BF16, in place.
-    pub(super) fn round(self, tile: &mut Tile) {
-        // SAFETY: `self` exists, so `detect` saw all features that `round` is compiled for.
-        unsafe { round(tile) }
-    }
-
-    /// `sum[f][r] += c[f][r] * (row_scales[r] * scales[f])`, each operation rounded.
-    pub(super) fn add_scaled_rows(
-        self,
-        sum: &mut Tile,
-        c: &Tile,
-        scales: [&[u8; 2 * STRIP]; 2],
-        row_scales: &[f32; EDGE],
-    ) {
-        // SAFETY: `self` exists, so `detect` saw all features that `add_scaled_rows` is compiled for.
-        unsafe { add_scaled_rows(sum, c, scales, row_scales) }
-    }
-
-    /// Makes a panel of up to sixteen rows of as many lines each; rows that are not there are zero.
-    /// `panel: [steps][16 pairs]`, each line a pair of columns of all rows.
-    pub(super) fn pack(self, panel: &mut [Line], rows: &[&[Line]]) {
-        assert!(rows.len() <= EDGE);
-        for row in rows {
-            assert_eq!(panel.len(), row.len() * EDGE);
-        }
-        // SAFETY: `self` exists, so `detect` saw all features that `pack` is compiled for.
-        unsafe { pack(panel, rows) }
     }
 
     /// One line of a panel: two columns of sixteen rows, rounded.
@@ -120,27 +74,6 @@ impl Avx512Bf16 {
     pub(super) fn add_scaled(self, sum: &mut Tile, c: &Tile, scales: [&[u8; 2 * STRIP]; 2]) {
         // SAFETY: `self` exists, so `detect` saw all features that `add_scaled` is compiled for.
         unsafe { add_scaled(sum, c, scales) }
-    }
-
-    /// `[row][feature]` of a `[feature][row]`.
-    pub(super) fn transposed(self, tile: &Tile) -> Tile {
-        // SAFETY: `self` exists, so `detect` saw all features that `transposed` is compiled for.
-        unsafe { transposed(tile) }
-    }
-
-    /// `out += weight * row`, element by element, for as many as `out` has.
-    pub(super) fn add_weighted(self, out: &mut [f32], weight: f32, row: &[f32; EDGE]) {
-        // SAFETY: `self` exists, so `detect` saw all features that `add_weighted` is compiled for.
-        unsafe { add_weighted(out, weight, row) }
-    }
-
-    /// Asks for memory that is read soon. `bytes` may be anything: nothing is accessed.
-    #[inline]
-    pub(super) fn prefetch(self, bytes: &[u8]) {
-        for line in bytes.chunks(64) {
-            // SAFETY: SSE is part of every x86-64 CPU, and a prefetch accesses nothing that a program could see.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
-        }
     }
 }
 
@@ -351,62 +284,6 @@ fn reorder(lines: &mut [Line], columns: &[u8; Order::SPAN]) {
     }
 }
 
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn pack(panel: &mut [Line], rows: &[&[Line]]) {
-    for (step, out) in panel.as_chunks_mut::<EDGE>().0.iter_mut().enumerate() {
-        let mut vectors = [_mm512_setzero_si512(); EDGE];
-        for (vector, row) in vectors.iter_mut().zip(rows) {
-            // SAFETY: a line is 64 bytes.
-            *vector = unsafe { _mm512_loadu_si512(row[step].0.as_ptr().cast()) };
-        }
-        let vectors = transpose(vectors);
-        for (vector, line) in vectors.iter().zip(out) {
-            // SAFETY: a line is 64 bytes.
-            unsafe { _mm512_storeu_si512(line.0.as_mut_ptr().cast(), *vector) }
-        }
-    }
-}
-
-/// Lane `j` of vector `i` to lane `i` of vector `j`.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn transpose(rows: [__m512i; EDGE]) -> [__m512i; EDGE] {
-    let zero = _mm512_setzero_si512();
-    // Pairs of rows, then fours: quarter q of fours[4 g + c] is column 4 q + c of rows 4 g to 4 g + 3.
-    let mut fours = [zero; EDGE];
-    for group in 0..4 {
-        let [a, b, c, d] = [rows[4 * group], rows[4 * group + 1], rows[4 * group + 2], rows[4 * group + 3]];
-        let (ab_low, ab_high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-        let (cd_low, cd_high) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-        fours[4 * group] = _mm512_unpacklo_epi64(ab_low, cd_low);
-        fours[4 * group + 1] = _mm512_unpackhi_epi64(ab_low, cd_low);
-        fours[4 * group + 2] = _mm512_unpacklo_epi64(ab_high, cd_high);
-        fours[4 * group + 3] = _mm512_unpackhi_epi64(ab_high, cd_high);
-    }
-    let mut out = [zero; EDGE];
-    for column in 0..4 {
-        let quarters = transpose_quarters([fours[column], fours[4 + column], fours[8 + column], fours[12 + column]]);
-        for (quarter, vector) in quarters.into_iter().enumerate() {
-            out[4 * quarter + column] = vector;
-        }
-    }
-    out
-}
-
-/// Quarter `j` of vector `i` to quarter `i` of vector `j`.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn transpose_quarters([a, b, c, d]: [__m512i; 4]) -> [__m512i; 4] {
-    let (ab_low, ab_high) = (_mm512_shuffle_i64x2::<0x44>(a, b), _mm512_shuffle_i64x2::<0xee>(a, b));
-    let (cd_low, cd_high) = (_mm512_shuffle_i64x2::<0x44>(c, d), _mm512_shuffle_i64x2::<0xee>(c, d));
-    [
-        _mm512_shuffle_i64x2::<0x88>(ab_low, cd_low),
-        _mm512_shuffle_i64x2::<0xdd>(ab_low, cd_low),
-        _mm512_shuffle_i64x2::<0x88>(ab_high, cd_high),
-        _mm512_shuffle_i64x2::<0xdd>(ab_high, cd_high),
-    ]
-}
-
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn pair(first: &[f32; EDGE], second: &[f32; EDGE]) -> Line {
@@ -462,21 +339,6 @@ fn nibbles(codes: &NibbleGroup, out: &mut [Line], step_lines: usize) {
     }
 }
 
-/// Eight bytes `j` of vector `i` to eight bytes `i` of vector `j`.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn transpose_eighths(v: [__m512i; 8]) -> [__m512i; 8] {
-    // Quarter q of even[i] is eighth 2 q of vectors 2 i and 2 i + 1; of odd[i], eighth 2 q + 1.
-    let mut even = [_mm512_setzero_si512(); 4];
-    let mut odd = even;
-    for i in 0..4 {
-        even[i] = _mm512_unpacklo_epi64(v[2 * i], v[2 * i + 1]);
-        odd[i] = _mm512_unpackhi_epi64(v[2 * i], v[2 * i + 1]);
-    }
-    let (even, odd) = (transpose_quarters(even), transpose_quarters(odd));
-    [even[0], odd[0], even[1], odd[1], even[2], odd[2], even[3], odd[3]]
-}
-
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn bytes(codes: &ByteGroup, out: &mut [Line], step_lines: usize) {
     let (quarter_tiles, _) = codes.as_chunks::<64>();
@@ -527,75 +389,6 @@ fn halves_joined(first: __m512i, second: __m512i) -> __m512i {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn quantize(row: &[f32], out: &mut [Line], scales: &mut [f32]) {
-    for ((values, lines), scale) in
-        row.as_chunks::<{ Order::SPAN }>().0.iter().zip(out.chunks_exact_mut(Order::SPAN / STEP)).zip(scales)
-    {
-        let mut codes = [0.0; Order::SPAN];
-        *scale = quantize_row(values, &mut codes);
-        narrow(&codes, lines);
-    }
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn quantize_columns(values: &mut [[f32; EDGE]; Order::SPAN]) -> [f32; EDGE] {
-    let mut max = [0.0f32; EDGE];
-    for column in &*values {
-        for (max, value) in max.iter_mut().zip(column) {
-            // Magnitudes are ordered as their bits are, NaN above all.
-            *max = f32::from_bits(max.to_bits().max(value.abs().to_bits()));
-        }
-    }
-    let scales = max.map(scale_of_group);
-    for column in values {
-        for (value, scale) in column.iter_mut().zip(scales) {
-            *value = code_of(*value, scale);
-        }
-    }
-    scales
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn round(tile: &mut Tile) {
-    for row in &mut tile.0 {
-        // SAFETY: a row is sixteen f32; vector types of one size are bytes of anything.
-        unsafe {
-            let rounded = _mm512_cvtneps_pbh(_mm512_loadu_ps(row.as_ptr()));
-            let wide = _mm512_cvtepu16_epi32(std::mem::transmute::<__m256bh, __m256i>(rounded));
-            _mm512_storeu_si512(row.as_mut_ptr().cast(), _mm512_slli_epi32::<16>(wide));
-        }
-    }
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn add_scaled_rows(sum: &mut Tile, c: &Tile, scales: [&[u8; 2 * STRIP]; 2], row_scales: &[f32; EDGE]) {
-    let factors = widened(scales);
-    // SAFETY: rows of tiles, and row scales, are sixteen f32.
-    unsafe {
-        let row_scales = _mm512_loadu_ps(row_scales.as_ptr());
-        for ((sum, c), factor) in sum.0.iter_mut().zip(&c.0).zip(factors) {
-            let factor = _mm512_mul_ps(row_scales, _mm512_set1_ps(factor));
-            let scaled = _mm512_mul_ps(_mm512_loadu_ps(c.as_ptr()), factor);
-            _mm512_storeu_ps(sum.as_mut_ptr(), _mm512_add_ps(_mm512_loadu_ps(sum.as_ptr()), scaled));
-        }
-    }
-}
-
-/// FP16 scales of sixteen features.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn widened(scales: [&[u8; 2 * STRIP]; 2]) -> [f32; EDGE] {
-    let mut factors = [0.0; EDGE];
-    // SAFETY: eight FP16 are sixteen bytes, and sixteen f32 are 64.
-    unsafe {
-        let low = _mm_loadu_si128(scales[0].as_ptr().cast());
-        let high = _mm_loadu_si128(scales[1].as_ptr().cast());
-        _mm512_storeu_ps(factors.as_mut_ptr(), _mm512_cvtph_ps(_mm256_set_m128i(high, low)));
-    }
-    factors
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn add_scaled(sum: &mut Tile, c: &Tile, scales: [&[u8; 2 * STRIP]; 2]) {
     let factors = widened(scales);
     // SAFETY: rows of tiles are sixteen f32.
@@ -605,36 +398,5 @@ fn add_scaled(sum: &mut Tile, c: &Tile, scales: [&[u8; 2 * STRIP]; 2]) {
             let new = _mm512_fmadd_ps(_mm512_set1_ps(factor), _mm512_loadu_ps(c.as_ptr()), old);
             _mm512_storeu_ps(sum.as_mut_ptr(), new);
         }
-    }
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn transposed(tile: &Tile) -> Tile {
-    let mut vectors = [_mm512_setzero_si512(); EDGE];
-    for (vector, row) in vectors.iter_mut().zip(&tile.0) {
-        // SAFETY: sixteen f32 are 64 bytes.
-        *vector = unsafe { _mm512_loadu_si512(row.as_ptr().cast()) };
-    }
-    let mut out = Tile::ZERO;
-    for (vector, row) in transpose(vectors).into_iter().zip(&mut out.0) {
-        // SAFETY: sixteen f32 are 64 bytes.
-        unsafe { _mm512_storeu_si512(row.as_mut_ptr().cast(), vector) }
-    }
-    out
-}
-
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn add_weighted(out: &mut [f32], weight: f32, row: &[f32; EDGE]) {
-    if let Ok(out) = <&mut [f32; EDGE]>::try_from(&mut *out) {
-        // SAFETY: sixteen f32 are 64 bytes.
-        unsafe {
-            let sum =
-                _mm512_fmadd_ps(_mm512_set1_ps(weight), _mm512_loadu_ps(row.as_ptr()), _mm512_loadu_ps(out.as_ptr()));
-            _mm512_storeu_ps(out.as_mut_ptr(), sum);
-        }
-        return;
-    }
-    for (out, value) in out.iter_mut().zip(row) {
-        *out = weight.mul_add(*value, *out);
     }
 }

@@ -2,15 +2,20 @@
 
 use rayon::prelude::*;
 
+use super::codes::{self, CodeWork};
 use super::panels::{Narrowed, PanelsView};
-use super::product::{Scratch, products, tiles_of};
+use super::product::{self, Scratch, tiles_of};
 use super::reuse::Lines;
-use super::{Activations, BLOCK_FEATURES, EDGE, Engine, Line, Order, Plan, STEP, Tile, Work, on_engine};
+use super::{
+    Avx512Bw, BLOCK_FEATURES, CODE_STEP, CODE_STEPS, CodeEngine, EDGE, Engine, Line, Order, Plan, STEP, Tile, Work,
+    on_code_engine, on_engine,
+};
 use crate::cpu::Isa;
 use crate::cpu::columns::column_blocks;
 use crate::cpu::elementwise::SwigluInPlace;
 use crate::cpu::experts::{Expert, Used};
 use crate::cpu::kept::with_kept;
+use crate::matrix::WeightMatrix;
 
 /// Rows that an expert takes at a time: they and what becomes of them stay in the second cache. Weights are decoded once
 /// for as many.
@@ -18,17 +23,23 @@ const ROWS_TOGETHER: usize = 128;
 
 /// `out[r] += weight * feed_forward(x[r])` over all uses of all experts, in ascending order of `used`.
 /// `x`, `out`: `[rows, hidden]`; `weights` by slot. All experts have the same shape and encodings.
-pub(in crate::cpu) fn experts(
+pub(in crate::cpu) fn experts(isa: Isa, out: &mut [f32], x: &[f32], weights: &[f32], hidden: usize, used: &[Used<'_>]) {
+    if !used.is_empty() {
+        on_engine(isa, Experts { out, x, weights, hidden, used });
+    }
+}
+
+/// [`experts`] with activations of eight bits.
+pub(in crate::cpu) fn experts_int8(
     isa: Isa,
     out: &mut [f32],
     x: &[f32],
     weights: &[f32],
     hidden: usize,
     used: &[Used<'_>],
-    activations: Activations,
 ) {
     if !used.is_empty() {
-        on_engine(isa, Experts { out, x, weights, hidden, used, activations });
+        on_code_engine(isa, Experts { out, x, weights, hidden, used });
     }
 }
 
@@ -38,7 +49,152 @@ struct Experts<'a> {
     weights: &'a [f32],
     hidden: usize,
     used: &'a [Used<'a>],
-    activations: Activations,
+}
+
+impl Work for Experts<'_> {
+    type Output = ();
+
+    fn run<E: Engine>(self, engine: E) {
+        self.compute(Rounded(engine));
+    }
+}
+
+impl CodeWork for Experts<'_> {
+    type Output = ();
+
+    fn run<E: CodeEngine>(self, engine: E) {
+        self.compute(Quantized(engine));
+    }
+}
+
+/// What becomes of activations where they meet weights.
+trait Arithmetic: Copy + Send + Sync {
+    /// Columns of a line.
+    const STEP: usize;
+
+    type Session;
+
+    fn wide(self) -> Avx512Bw;
+
+    fn begin(self) -> Self::Session;
+
+    /// In which order columns lie in lines that meet such weights.
+    fn order(plan: Plan) -> Order;
+
+    /// Rows of `x: [rows, width]`, as they enter a projection.
+    fn narrowed(self, x: &[f32], width: usize, order: Order) -> Narrowed;
+
+    /// Products as they leave a projection; shapes as in [`product::products`].
+    fn products(
+        self,
+        session: &Self::Session,
+        sums: &mut [Tile],
+        w: &WeightMatrix<'_>,
+        first: usize,
+        x: PanelsView<'_>,
+        scratch: &mut Scratch,
+    );
+
+    /// A panel of sixteen rows, as they enter a projection: `values: [columns][16 rows]`, whole steps. `scales`: `[groups]`
+    /// where rows are quantized, else empty.
+    fn pack(self, values: &[[f32; EDGE]], columns: &[u8; Order::SPAN], panel: &mut [Line], scales: &mut [[f32; EDGE]]);
+}
+
+/// Activations are rounded to BF16.
+#[derive(Clone, Copy)]
+struct Rounded<E>(E);
+
+impl<E: Engine> Arithmetic for Rounded<E> {
+    const STEP: usize = STEP;
+
+    type Session = E::Session;
+
+    fn wide(self) -> Avx512Bw {
+        *self.0.vectors()
+    }
+
+    fn begin(self) -> E::Session {
+        self.0.begin()
+    }
+
+    fn order(plan: Plan) -> Order {
+        plan.order()
+    }
+
+    fn narrowed(self, x: &[f32], width: usize, order: Order) -> Narrowed {
+        Narrowed::new(self.0.vectors(), x, width, order)
+    }
+
+    fn products(
+        self,
+        session: &E::Session,
+        sums: &mut [Tile],
+        w: &WeightMatrix<'_>,
+        first: usize,
+        x: PanelsView<'_>,
+        scratch: &mut Scratch,
+    ) {
+        product::products(self.0, session, sums, w, first, x, scratch);
+    }
+
+    fn pack(
+        self,
+        values: &[[f32; EDGE]],
+        columns: &[u8; Order::SPAN],
+        panel: &mut [Line],
+        _scales: &mut [[f32; EDGE]],
+    ) {
+        let column = |place: usize| place / Order::SPAN * Order::SPAN + usize::from(columns[place % Order::SPAN]);
+        for (pair, line) in panel.iter_mut().enumerate() {
+            *line = self.0.vectors().pair(&values[column(2 * pair)], &values[column(2 * pair + 1)]);
+        }
+    }
+}
+
+/// Activations are quantized to eight bits in the groups of the weights, and what leaves a projection is rounded to BF16.
+#[derive(Clone, Copy)]
+struct Quantized<E>(E);
+
+impl<E: CodeEngine> Arithmetic for Quantized<E> {
+    const STEP: usize = CODE_STEP;
+
+    type Session = E::Session;
+
+    fn wide(self) -> Avx512Bw {
+        self.0.wide()
+    }
+
+    fn begin(self) -> E::Session {
+        self.0.begin_codes()
+    }
+
+    fn order(plan: Plan) -> Order {
+        plan.code_order().expect("only codes in groups meet codes")
+    }
+
+    fn narrowed(self, x: &[f32], width: usize, order: Order) -> Narrowed {
+        Narrowed::quantized(self.0.wide(), x, width, order)
+    }
+
+    fn products(
+        self,
+        session: &E::Session,
+        sums: &mut [Tile],
+        w: &WeightMatrix<'_>,
+        first: usize,
+        x: PanelsView<'_>,
+        scratch: &mut Scratch,
+    ) {
+        codes::products(self.0, session, sums, w, first, x, scratch);
+    }
+
+    fn pack(self, values: &[[f32; EDGE]], columns: &[u8; Order::SPAN], panel: &mut [Line], scales: &mut [[f32; EDGE]]) {
+        let groups =
+            values.as_chunks::<{ Order::SPAN }>().0.iter().zip(panel.as_chunks_mut::<{ CODE_STEPS * EDGE }>().0);
+        for ((values, lines), scales) in groups.zip(scales) {
+            *scales = self.0.wide().quantize_columns(values, columns, lines);
+        }
+    }
 }
 
 /// At most [`ROWS_TOGETHER`] rows of one expert.
@@ -69,24 +225,19 @@ struct DownScratch {
     products: Scratch,
 }
 
-impl Work for Experts<'_> {
-    type Output = ();
-
-    fn run<E: Engine>(self, engine: E) {
-        let Self { out, x, weights, hidden, used, activations } = self;
+impl Experts<'_> {
+    fn compute<A: Arithmetic>(self, arithmetic: A) {
+        let Self { out, x, weights, hidden, used } = self;
         let Expert { gate, down, .. } = &used[0].expert;
         for Used { expert, .. } in used {
             let plans = [&expert.gate, &expert.up, &expert.down].map(Plan::of);
             assert_eq!(plans, [Plan::of(gate), Plan::of(gate), Plan::of(down)], "experts are stored alike");
         }
         let inner = gate.rows();
-        let gated_steps = inner.div_ceil(STEP);
-        let (gate_order, gated_groups) = (Plan::of(gate).order(), inner / Order::SPAN);
-        let (narrowed, gated_groups) = match activations {
-            Activations::Rounded => (Narrowed::new(engine.vectors(), x, hidden, gate_order), 0),
-            Activations::Int8 => (Narrowed::quantized(engine.vectors(), x, hidden, gate_order), gated_groups),
-        };
-        let down_columns = Plan::of(down).order().columns();
+        let gated_steps = inner.div_ceil(A::STEP);
+        let narrowed = arithmetic.narrowed(x, hidden, A::order(Plan::of(gate)));
+        let gated_groups = if narrowed.is_quantized() { inner / Order::SPAN } else { 0 };
+        let down_columns = A::order(Plan::of(down)).columns();
 
         let pieces: Vec<(&Expert<'_>, &[u32], &[u32])> = used
             .iter()
@@ -108,10 +259,8 @@ impl Work for Experts<'_> {
             tasks.push(GateTask { expert, rows, out: of_piece, scales });
         }
         tasks.into_par_iter().with_max_len(1).for_each(|task| {
-            let session = engine.begin();
-            with_kept!(GateScratch, |scratch| {
-                task.run(engine, &session, &narrowed, &down_columns, activations, scratch);
-            });
+            let session = arithmetic.begin();
+            with_kept!(GateScratch, |scratch| task.run(arithmetic, &session, &narrowed, &down_columns, scratch));
         });
 
         let (mut rest, mut rest_of_scales) = (&gated[..], &scales[..]);
@@ -125,7 +274,7 @@ impl Work for Experts<'_> {
         }
         let blocks = column_blocks(out, hidden, BLOCK_FEATURES);
         blocks.into_par_iter().enumerate().for_each(|(block, columns)| {
-            let session = engine.begin();
+            let session = arithmetic.begin();
             let first = block * BLOCK_FEATURES;
             let add = |DownScratch { sums, products: scratch }: &mut DownScratch| {
                 let mut columns = columns;
@@ -135,20 +284,17 @@ impl Work for Experts<'_> {
                     let rows = share.rows.len();
                     let panels = PanelsView { lines: share.gated, steps: gated_steps, rows, scales: share.scales };
                     sums.resize(panels.count() * tiles, Tile::ZERO);
-                    products(engine, &session, sums, w, first, panels, scratch);
-                    for (index, tile) in sums.iter_mut().enumerate() {
-                        if activations == Activations::Int8 {
-                            engine.vectors().round(tile);
-                        }
+                    arithmetic.products(&session, sums, w, first, panels, scratch);
+                    for (index, tile) in sums.iter().enumerate() {
                         let (panel, tile_of_block) = (index / tiles, index % tiles);
-                        let by_row = engine.vectors().transposed(tile);
+                        let by_row = arithmetic.wide().transposed(tile);
                         for (row, values) in by_row.0.iter().enumerate().take(panels.rows_of(panel)) {
                             let place = panel * EDGE + row;
                             let out = columns.row_mut(share.rows[place] as usize);
                             let out = &mut out[tile_of_block * EDGE..];
                             let width = out.len().min(EDGE);
                             let weight = weights[share.slots[place] as usize];
-                            engine.vectors().add_weighted(&mut out[..width], weight, values);
+                            arithmetic.wide().add_weighted(&mut out[..width], weight, values);
                         }
                     }
                 }
@@ -169,30 +315,28 @@ struct GateTask<'a> {
 }
 
 impl GateTask<'_> {
-    fn run<E: Engine>(
+    fn run<A: Arithmetic>(
         self,
-        engine: E,
-        session: &E::Session,
+        arithmetic: A,
+        session: &A::Session,
         x: &Narrowed,
         down_columns: &[u8; Order::SPAN],
-        activations: Activations,
         scratch: &mut GateScratch,
     ) {
         let Self { expert, rows, out, scales: scales_out } = self;
-        let vectors = engine.vectors();
         let GateScratch { panels, gate, up, gated, scales, products: of_products } = scratch;
         let steps = x.steps();
         panels.resize(PanelsView::lines_of(rows.len(), steps), Line::ZERO);
         scales.clear();
         for (panel, rows) in panels.chunks_exact_mut(steps * EDGE).zip(rows.chunks(EDGE)) {
             let lines: Vec<&[Line]> = rows.iter().map(|&row| x.row(row as usize)).collect();
-            vectors.pack(panel, &lines);
+            arithmetic.wide().pack(panel, &lines);
             scales.extend(x.scales_of(rows));
         }
         let view = PanelsView { lines: panels, steps, rows: rows.len(), scales };
 
         let inner = expert.gate.rows();
-        let padded = inner.next_multiple_of(STEP);
+        let padded = inner.next_multiple_of(A::STEP);
         gated.resize(view.count() * padded, [0.0; EDGE]);
         // What lies beyond `inner` has to be zero, for it is multiplied with zeros: NaN would stay.
         gated.chunks_exact_mut(padded).for_each(|panel| panel[inner..].fill([0.0; EDGE]));
@@ -200,13 +344,9 @@ impl GateTask<'_> {
             let tiles = tiles_of(&expert.gate, first);
             gate.resize(view.count() * tiles, Tile::ZERO);
             up.resize(view.count() * tiles, Tile::ZERO);
-            products(engine, session, gate, &expert.gate, first, view, of_products);
-            products(engine, session, up, &expert.up, first, view, of_products);
-            for (index, (gate, up)) in gate.iter_mut().zip(&mut *up).enumerate() {
-                if activations == Activations::Int8 {
-                    vectors.round(gate);
-                    vectors.round(up);
-                }
+            arithmetic.products(session, gate, &expert.gate, first, view, of_products);
+            arithmetic.products(session, up, &expert.up, first, view, of_products);
+            for (index, (gate, up)) in gate.iter_mut().zip(&*up).enumerate() {
                 let (panel, tile) = (index / tiles, index % tiles);
                 let swiglu = SwigluInPlace { gate: gate.0.as_flattened_mut(), up: up.0.as_flattened() };
                 Isa::Avx512.run(swiglu);
@@ -215,17 +355,10 @@ impl GateTask<'_> {
                 gated[place..][..features].copy_from_slice(&gate.0[..features]);
             }
         }
-        if activations == Activations::Int8 {
-            for (values, scales) in gated.as_chunks_mut::<{ Order::SPAN }>().0.iter_mut().zip(scales_out) {
-                *scales = vectors.quantize_columns(values);
-            }
-        }
-        for (gated, out) in gated.chunks_exact(padded).zip(out.chunks_exact_mut(padded / 2)) {
-            for (pair, line) in out.iter_mut().enumerate() {
-                let column =
-                    |place: usize| place / Order::SPAN * Order::SPAN + usize::from(down_columns[place % Order::SPAN]);
-                *line = vectors.pair(&gated[column(2 * pair)], &gated[column(2 * pair + 1)]);
-            }
+        let groups = scales_out.len() / view.count();
+        let panels = gated.chunks_exact(padded).zip(out.chunks_exact_mut(padded / A::STEP * EDGE));
+        for (panel, (gated, out)) in panels.enumerate() {
+            arithmetic.pack(gated, down_columns, out, &mut scales_out[panel * groups..][..groups]);
         }
     }
 }

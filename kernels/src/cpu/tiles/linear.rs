@@ -30,7 +30,7 @@ impl Work for Linear<'_> {
     fn run<E: Engine>(self, engine: E) {
         let Self { out, x, w } = self;
         let narrowed = Narrowed::new(engine.vectors(), x, w.cols(), Plan::of(w).order());
-        let panels = Panels::all(engine.vectors(), &narrowed);
+        let panels = Panels::all(*engine.vectors(), &narrowed);
         let blocks = column_blocks(out, w.rows(), BLOCK_FEATURES);
         let view = panels.view();
         blocks.into_par_iter().enumerate().for_each(|(block, mut columns)| {
@@ -91,7 +91,7 @@ impl HeadInput {
 
             fn run<E: Engine>(self, engine: E) -> Panels {
                 let narrowed = Narrowed::new(engine.vectors(), self.0, self.1.cols(), Plan::of(self.1).order());
-                Panels::all(engine.vectors(), &narrowed)
+                Panels::all(*engine.vectors(), &narrowed)
             }
         }
         Self { isa, panels: on_engine(isa, Prepare(x, head)) }

@@ -1,9 +1,11 @@
-//! Products in BF16: activations rounded to BF16, weights as exact BF16, sums in f32.
+//! Products by tiles: in BF16, and of codes with codes.
+//!
+//! **In BF16**: activations rounded to BF16, weights as exact BF16, sums in f32.
 //!
 //! What [`Isa::Avx512Bf16`] and [`Isa::Amx`] do with weights that are stored as BF16 or quantized. The unit is a
 //! [`Tile`]: sixteen features (rows of the matrix) by sixteen rows of `x`, summed over steps of 32 columns. Weights come
-//! as lines of 32 columns of one feature, `x` as [`Panels`]: pairs of columns of sixteen rows. An [`Engine`] multiplies;
-//! everything around it is the same for both: [`avx512`] packs, decodes and scales.
+//! as lines of 32 columns of one feature, `x` as [`panels`]: pairs of columns of sixteen rows. An [`Engine`] multiplies;
+//! everything around it is the same for both: [`avx512`] and [`wide`] pack, decode and scale.
 //!
 //! **What is rounded.** `x` to BF16, once, to nearest even. BF16 weights are exact. Codes of `i4_mma` and `i8_mma` in
 //! groups of 128 are exact too: a group's sum of products with the codes is multiplied by its scale in f32, and added to
@@ -11,23 +13,33 @@
 //! that scale is applied to the sum. Other quantized layouts are decoded to f32 and rounded to BF16. Results are f32 and
 //! not rounded. The order of a sum depends on the width of the matrix alone: pairs of columns in the order of [`Order`],
 //! one after the other, so a row's result does not depend on the rows beside it.
+//!
+//! **Codes with codes**, for experts with activations of eight bits ([`codes`]): the same tiles and panels, with lines of 64
+//! columns and fours instead of pairs. A [`CodeEngine`] multiplies, and a group's product is an exact integer.
 
 mod amx;
 mod attention;
 mod avx512;
+mod codes;
 mod experts;
 mod linear;
 mod panels;
 mod product;
 mod reuse;
+mod vnni;
+mod wide;
 
 use minnow_common::{Encoding, FloatType};
 
 pub(super) use amx::Amx;
 pub(super) use attention::{PackedShape, attend, pack_layer};
 pub(super) use avx512::Avx512Bf16;
-pub(super) use experts::experts;
+use codes::CodeWork;
+pub(super) use experts::{experts, experts_int8};
 pub(super) use linear::{HeadInput, linear};
+
+use vnni::Avx512Vnni;
+use wide::{Avx512Bw, CodeBytes};
 
 use super::Isa;
 use crate::matrix::WeightMatrix;
@@ -36,12 +48,17 @@ use crate::matrix::WeightMatrix;
 const EDGE: usize = 16;
 /// Columns that are multiplied in one step.
 const STEP: usize = 32;
+/// Columns of codes that are multiplied in one step.
+const CODE_STEP: usize = 64;
+/// Steps of a group of columns, where codes are multiplied.
+const CODE_STEPS: usize = Order::SPAN / CODE_STEP;
 /// Feature tiles of a block: what is decoded together, and multiplied while it is in the nearest cache.
 const BLOCK_TILES: usize = 4;
 /// Features of a block.
 const BLOCK_FEATURES: usize = BLOCK_TILES * EDGE;
 
-/// 32 BF16 that are loaded together: columns of one feature, or one pair of columns of sixteen rows.
+/// 32 BF16 that are loaded together, columns of one feature or one pair of columns of sixteen rows; or 64 codes, columns of
+/// one feature or four columns of sixteen rows.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub(super) struct Line([u16; STEP]);
@@ -67,6 +84,15 @@ impl Tile {
     const ZERO: Self = Self([[0.0; EDGE]; EDGE]);
 }
 
+/// Sums of products of codes: `[feature][row of x]`.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Dots([[i32; EDGE]; EDGE]);
+
+impl Dots {
+    const ZERO: Self = Self([[0; EDGE]; EDGE]);
+}
+
 /// What multiplies tiles. An implementation is also the proof that its instructions, and those of [`avx512`], may run.
 trait Engine: Copy + Send + Sync {
     /// Whether weights can be read with any distance between features, at no cost.
@@ -88,6 +114,49 @@ trait Engine: Copy + Send + Sync {
 
     /// Multiplies and adds registers only, `rounds` times, and returns how many operations that were.
     fn multiply_only(self, rounds: usize) -> usize;
+}
+
+/// What multiplies codes. An implementation is also the proof that its instructions, and those of [`wide`], may run.
+trait CodeEngine: Copy + Send + Sync {
+    /// How it wants codes of weights; those of rows are always signed.
+    const FORM: CodeBytes;
+
+    /// Whatever lasts for a piece of work of one thread.
+    type Session;
+
+    /// The proof for everything around the products.
+    fn wide(self) -> Avx512Bw;
+
+    /// Begins a piece of work on this thread. [`Self::add_group`] may be called while the session lives.
+    fn begin_codes(self) -> Self::Session;
+
+    /// `sums[panel][tile][f][r] += float(product of row r with feature f) * (row scale * scale)`, each operation rounded,
+    /// over a group of columns. There are one or two panels; `dots` has as many tiles as `sums`, for what lies between.
+    fn add_group(
+        session: &Self::Session,
+        sums: &mut [Tile],
+        weights: &Codes<'_>,
+        rows: &[RowCodes<'_>],
+        dots: &mut [Dots],
+    );
+}
+
+/// Codes of a group of columns: of some feature tiles.
+struct Codes<'a> {
+    /// `[CODE_STEPS][tiles][16 features]`
+    lines: &'a [Line],
+    /// What [`CodeBytes::Unsigned`] adds to each code of these.
+    offset: i32,
+    /// `[tiles]`
+    scales: &'a [[f32; EDGE]],
+}
+
+/// Codes of a group of columns: of sixteen rows.
+#[derive(Clone, Copy)]
+struct RowCodes<'a> {
+    /// `[CODE_STEPS][16 fours]`
+    lines: &'a [Line],
+    scales: &'a [f32; EDGE],
 }
 
 /// The shape of a product.
@@ -117,6 +186,10 @@ enum Order {
     Nibbles,
     /// As `i8_mma` gives them up: the first halves of its 32-bit words, then the second halves.
     Bytes,
+    /// As `i4_mma` gives up bytes: first the low halves of its bytes, then the high ones.
+    NibbleCodes,
+    /// As the bytes of `i8_mma` lie.
+    ByteCodes,
 }
 
 impl Order {
@@ -138,6 +211,13 @@ impl Order {
                     let (half, double) = (place % 64 / 32, place % 32 / 2);
                     place / 64 * 64 + 16 * (double / 4) + 2 * (double % 4) + 8 * half + place % 2
                 }
+                // Byte `j` of a row is of tile j / 8, and of the four codes of lane j % 8 / 2 the first or second two.
+                Self::NibbleCodes => {
+                    let (half, byte) = (place / 64, place % 64);
+                    16 * (byte / 8) + 2 * (byte % 8 / 2) + [0, 1, 8, 9][2 * (byte % 2) + half]
+                }
+                // Byte `j` of a row is of tile j / 16 and lane j % 16 / 4.
+                Self::ByteCodes => 16 * (place / 16) + 2 * (place % 16 / 4) + [0, 1, 8, 9][place % 4],
             };
             column as u8
         })
@@ -171,6 +251,15 @@ impl Plan {
             Self::Bf16 | Self::Decoded => Order::Ascending,
         }
     }
+
+    /// In which order codes lie in lines; `None` where there are no codes in groups.
+    fn code_order(self) -> Option<Order> {
+        match self {
+            Self::Groups(Order::Nibbles) => Some(Order::NibbleCodes),
+            Self::Groups(_) => Some(Order::ByteCodes),
+            Self::Bf16 | Self::Decoded => None,
+        }
+    }
 }
 
 /// Whether products with `matrix` on `isa` are done here: not where BF16 could not hold what is stored.
@@ -178,19 +267,10 @@ pub(super) fn takes(isa: Isa, matrix: &WeightMatrix<'_>) -> bool {
     isa.rounds_to_bf16() && !matches!(matrix.encoding(), Encoding::Float(FloatType::F16 | FloatType::F32))
 }
 
-/// Whether products of `matrix` with codes of eight bits are done here.
-pub(super) fn takes_int8(matrix: &WeightMatrix<'_>) -> bool {
-    matches!(Plan::of(matrix), Plan::Groups(_))
-}
-
-/// What experts make of activations.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Activations {
-    /// BF16.
-    Rounded,
-    /// Codes of eight bits in the groups of the weights. They and the weights' codes are multiplied as BF16: a group's
-    /// sum stays below 2^21, so it is exact, whatever the order.
-    Int8,
+/// Whether products of `matrix` with codes of eight bits are done here, on `isa`.
+pub(super) fn takes_int8(isa: Isa, matrix: &WeightMatrix<'_>) -> bool {
+    let has_engine = isa >= Isa::Avx512 && Avx512Vnni::detect().is_some() || isa == Isa::Amx && Amx::detect().is_some();
+    has_engine && Plan::of(matrix).code_order().is_some()
 }
 
 /// A piece of work written over [`Engine`].
@@ -213,6 +293,19 @@ fn on_engine<W: Work>(isa: Isa, work: W) -> W::Output {
     work.run(Avx512Bf16::detect().expect("products in BF16 are only asked for where the CPU has them"))
 }
 
+/// Runs `work` on the engine for codes of `isa`.
+///
+/// # Panics
+/// If this CPU has none, see [`takes_int8`].
+fn on_code_engine<W: CodeWork>(isa: Isa, work: W) -> W::Output {
+    if isa == Isa::Amx
+        && let Some(amx) = Amx::detect()
+    {
+        return work.run(amx);
+    }
+    work.run(Avx512Vnni::detect().expect("products of codes are only asked for where the CPU has them"))
+}
+
 /// What [`super::multiply_rate`] counts.
 pub(super) fn multiply_only(isa: Isa, rounds: usize) -> usize {
     struct Rounds(usize);
@@ -232,7 +325,7 @@ mod tests {
 
     #[test]
     fn every_order_has_each_column_once() {
-        for order in [Order::Ascending, Order::Nibbles, Order::Bytes] {
+        for order in [Order::Ascending, Order::Nibbles, Order::Bytes, Order::NibbleCodes, Order::ByteCodes] {
             let mut columns = order.columns();
             columns.sort_unstable();
             assert_eq!(columns, std::array::from_fn(|column| column as u8), "{order:?}");

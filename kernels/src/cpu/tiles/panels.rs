@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::avx512::Avx512Bf16;
 use super::reuse::Lines;
-use super::{EDGE, Line, Order, STEP};
+use super::{Avx512Bw, CODE_STEP, EDGE, Line, Order, STEP};
 
 /// Rounded rows, each as lines in some order.
 pub(super) struct Narrowed {
@@ -26,12 +26,12 @@ impl Narrowed {
     }
 
     /// Quantizes `x: [rows, width]` to eight bits, in whole groups.
-    pub(super) fn quantized(vectors: Avx512Bf16, x: &[f32], width: usize, order: Order) -> Self {
-        let (steps, groups) = (width / STEP, width / Order::SPAN);
+    pub(super) fn quantized(wide: Avx512Bw, x: &[f32], width: usize, order: Order) -> Self {
+        let (steps, groups, columns) = (width / CODE_STEP, width / Order::SPAN, order.columns());
         let mut lines = Lines::new(x.len() / width * steps);
         let mut scales = vec![0.0; x.len() / width * groups];
         let rows = lines.par_chunks_mut(steps).zip(scales.par_chunks_mut(groups)).zip(x.par_chunks_exact(width));
-        rows.with_min_len(ROWS_A_TASK).for_each(|((lines, scales), row)| vectors.quantize(row, order, lines, scales));
+        rows.with_min_len(ROWS_A_TASK).for_each(|((lines, scales), row)| wide.quantize(row, &columns, lines, scales));
         Self { lines, steps, scales }
     }
 
@@ -45,6 +45,10 @@ impl Narrowed {
             }
             scales
         })
+    }
+
+    pub(super) fn is_quantized(&self) -> bool {
+        !self.scales.is_empty()
     }
 
     pub(super) fn row(&self, row: usize) -> &[Line] {
@@ -63,7 +67,7 @@ impl Narrowed {
 /// Rows that are rounded by one task at least: below that, starting it costs more.
 const ROWS_A_TASK: usize = 16;
 
-/// Rows in panels of sixteen: `[panels][steps][16 pairs]`, see [`Avx512Bf16::pack`]; the last may not be full.
+/// Rows in panels of sixteen: `[panels][steps][16 pairs]`, see [`Avx512Bw::pack`]; the last may not be full.
 pub(super) struct Panels {
     lines: Lines,
     steps: usize,
@@ -72,13 +76,13 @@ pub(super) struct Panels {
 
 impl Panels {
     /// All rows, in order.
-    pub(super) fn all(vectors: Avx512Bf16, x: &Narrowed) -> Self {
+    pub(super) fn all(wide: Avx512Bw, x: &Narrowed) -> Self {
         let steps = x.steps();
         let mut lines = Lines::new(x.rows().div_ceil(EDGE) * steps * EDGE);
         lines.par_chunks_mut(steps * EDGE).enumerate().for_each(|(panel, lines)| {
             let rows = panel * EDGE..x.rows().min((panel + 1) * EDGE);
             let rows: Vec<&[Line]> = rows.map(|row| x.row(row)).collect();
-            vectors.pack(lines, &rows);
+            wide.pack(lines, &rows);
         });
         Self { lines, steps, rows: x.rows() }
     }
@@ -129,8 +133,8 @@ impl<'a> PanelsView<'a> {
         Self { lines, steps: self.steps, rows, scales }
     }
 
-    /// Scales of a group of columns in a panel; `None` unless quantized.
-    pub(super) fn scales_of(&self, panel: usize, group: usize) -> Option<&'a [f32; EDGE]> {
-        self.scales.get(panel * (self.scales.len() / self.count()) + group)
+    /// Scales of a group of columns in a panel, of rows that were quantized.
+    pub(super) fn scales_of(&self, panel: usize, group: usize) -> &'a [f32; EDGE] {
+        &self.scales[panel * (self.scales.len() / self.count()) + group]
     }
 }

@@ -4,7 +4,7 @@ use minnow_common::Encoding;
 
 use super::avx512::Avx512Bf16;
 use super::panels::PanelsView;
-use super::{BLOCK_FEATURES, EDGE, Engine, Job, Line, Order, Plan, STEP, Tile, Weights};
+use super::{BLOCK_FEATURES, Dots, EDGE, Engine, Job, Line, Order, Plan, STEP, Tile, Weights};
 use crate::codec::STRIP;
 use crate::cpu::Isa;
 use crate::cpu::decode::decode;
@@ -19,8 +19,9 @@ const PLACE_STEPS: usize = 8;
 /// Memory of a thread, used again and again.
 #[derive(Default)]
 pub(super) struct Scratch {
-    lines: Vec<Line>,
+    pub(super) lines: Vec<Line>,
     tiles: Vec<Tile>,
+    pub(super) dots: Vec<Dots>,
     decoded: Vec<f32>,
 }
 
@@ -43,7 +44,6 @@ pub(super) fn products<E: Engine>(
     let features = BLOCK_FEATURES.min(w.rows() - first);
     let tiles = features.div_ceil(EDGE);
     assert!(sums.len() == x.count() * tiles && x.steps == w.cols().div_ceil(STEP));
-    assert!(x.scales.is_empty() || matches!(Plan::of(w), Plan::Groups(_)), "only codes in groups meet codes");
     let block = Block { w, first, features, tiles, x };
     match Plan::of(w) {
         Plan::Groups(_) => block.groups::<E>(engine.vectors(), session, sums, scratch),
@@ -103,25 +103,12 @@ impl Block<'_> {
         }
         scratch.tiles.resize(2 * self.tiles, Tile::ZERO);
         sums.fill(Tile::ZERO);
-        let strip_bytes = w.data().len() / (w.rows() / STRIP);
-        let group_bytes = strip_bytes / groups;
-        let first_strip = self.first / STRIP;
-        let strips = self.features / STRIP;
-        let codes = |strip: usize, group: usize| {
-            &w.data()[(first_strip + strip) * strip_bytes + group * group_bytes..][..group_bytes]
-        };
-        let scales = |strip: usize, group: usize| -> &[u8; 2 * STRIP] {
-            const NONE: &[u8; 2 * STRIP] = &[0; 2 * STRIP];
-            if strip >= strips {
-                return NONE;
-            }
-            &w.scales().as_chunks().0[(first_strip + strip) * groups + group]
-        };
+        let stored = StoredGroups::of(w, self.first, self.features);
         for group in 0..groups {
-            for strip in 0..strips {
-                let codes_of_group = codes(strip, group);
+            for strip in 0..stored.strips {
+                let codes_of_group = stored.codes(strip, group);
                 if group + 1 < groups {
-                    vectors.prefetch(codes(strip, group + 1));
+                    vectors.prefetch(stored.codes(strip, group + 1));
                 }
                 let out = &mut scratch.lines[strip * STRIP..];
                 if let Ok(nibbles) = codes_of_group.try_into() {
@@ -144,11 +131,7 @@ impl Block<'_> {
                 }
                 for (index, (sum, c)) in sums.iter_mut().zip(c).enumerate() {
                     let strip = 2 * (index % self.tiles);
-                    let scales = [scales(strip, group), scales(strip + 1, group)];
-                    match self.x.scales_of(2 * pair + index / self.tiles, group) {
-                        None => vectors.add_scaled(sum, c, scales),
-                        Some(row_scales) => vectors.add_scaled_rows(sum, c, scales, row_scales),
-                    }
+                    vectors.add_scaled(sum, c, [stored.scales(strip, group), stored.scales(strip + 1, group)]);
                 }
             }
         }
@@ -212,6 +195,33 @@ impl Block<'_> {
                 }
             }
         }
+    }
+}
+
+/// Where codes and scales of groups of [`Order::SPAN`] lie, of some features.
+pub(super) struct StoredGroups<'a> {
+    w: &'a WeightMatrix<'a>,
+    first_strip: usize,
+    pub(super) strips: usize,
+    groups: usize,
+}
+
+impl<'a> StoredGroups<'a> {
+    pub(super) fn of(w: &'a WeightMatrix<'a>, first: usize, features: usize) -> Self {
+        Self { w, first_strip: first / STRIP, strips: features / STRIP, groups: w.cols() / Order::SPAN }
+    }
+
+    pub(super) fn codes(&self, strip: usize, group: usize) -> &'a [u8] {
+        let group_bytes = self.w.data().len() / (self.w.rows() / STRIP) / self.groups;
+        &self.w.data()[((self.first_strip + strip) * self.groups + group) * group_bytes..][..group_bytes]
+    }
+
+    /// FP16; zero beyond the last strip.
+    pub(super) fn scales(&self, strip: usize, group: usize) -> &'a [u8; 2 * STRIP] {
+        if strip >= self.strips {
+            return &[0; 2 * STRIP];
+        }
+        &self.w.scales().as_chunks().0[(self.first_strip + strip) * self.groups + group]
     }
 }
 
