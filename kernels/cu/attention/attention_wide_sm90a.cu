@@ -135,8 +135,10 @@ attend_wide(const bf16 *q, const bf16 *pool, const uint2 *blocks, const uint32_t
                            wgmma_operand(keys + k / 4 * HALF_BYTES + k % 4 * 32), k > 0);
             }
             wgmma_commit();
-            wgmma_wait<0>();
+            // Before this one's products are there: the other's queue behind them. (Behind the wait, the compiler would give
+            // the turn after the exponentials.)
             give_turn(1 - warpgroup);
+            wgmma_wait<0>();
             warp_arrive(shared_address(&s.read[buffer][0]));
         }
         weigh(shares, scores, chunk, pages_of(tile), is_fresh);
