@@ -131,11 +131,6 @@ impl Experts {
         }
     }
 
-    /// With many rows the shared expert is a product of its own: `super::Linear` has better tiles for it.
-    fn takes_shared_beside(&self, slots: &Slots<'_>) -> bool {
-        slots.tile_rows == FEW
-    }
-
     /// `act[s] = silu(gate x) * (up x)` for each slot, by its expert, then for each row by the shared expert.
     /// `x: [rows, K]`, `act: [slots + rows, N / 2]`; without `shared`, only the slots' part is written.
     ///
@@ -150,12 +145,10 @@ impl Experts {
         shared: Option<&Strips>,
         slots: &Slots<'_>,
     ) -> Result<(), CudaError> {
-        let beside = shared.filter(|_| self.takes_shared_beside(slots));
+        let (beside, apart) = beside_or_apart(shared, slots);
         // SAFETY: the caller's promise.
         unsafe {
-            if let (Some(shared), None) = (shared, beside) {
-                shared_gate_up(&self.linear, act, x, weights, shared, slots)?;
-            }
+            shared_gate_up(&self.linear, act, x, weights, apart, slots)?;
             self.project(Projection::GateUp, act, x, weights, beside, slots, 0)
         }
     }
@@ -174,14 +167,11 @@ impl Experts {
         slots: &Slots<'_>,
         stride: usize,
     ) -> Result<(), CudaError> {
-        let beside = shared.filter(|_| self.takes_shared_beside(slots));
+        let (beside, apart) = beside_or_apart(shared, slots);
         // SAFETY: the caller's promise.
         unsafe {
             self.project(Projection::Down, parts, act, weights, beside, slots, stride)?;
-            match (shared, beside) {
-                (Some(shared), None) => shared_down(&self.linear, parts, act, weights, shared, slots, stride),
-                _ => Ok(()),
-            }
+            shared_down(&self.linear, parts, act, weights, apart, slots, stride)
         }
     }
 
@@ -240,6 +230,12 @@ impl Experts {
     }
 }
 
+/// The shared expert as one more of the experts, or, with many rows, as a product of its own: [`Linear`] has better tiles for
+/// it.
+fn beside_or_apart<'a>(shared: Option<&'a Strips>, slots: &Slots<'_>) -> (Option<&'a Strips>, Option<&'a Strips>) {
+    if slots.tile_rows == FEW { (shared, None) } else { (None, shared) }
+}
+
 /// The first product of the shared expert by itself, into the part of `act` behind the slots'.
 ///
 /// # Safety
@@ -249,9 +245,10 @@ pub(super) unsafe fn shared_gate_up(
     act: Pointer<bf16>,
     x: Pointer<bf16>,
     weights: &Strips,
-    shared: &Strips,
+    shared: Option<&Strips>,
     slots: &Slots<'_>,
 ) -> Result<(), CudaError> {
+    let Some(shared) = shared else { return Ok(()) };
     // SAFETY: the caller's promise.
     unsafe { linear.gate_up(act.add(slots.count() * weights.rows / 2), x, shared, slots.rows) }
 }
@@ -265,10 +262,11 @@ pub(super) unsafe fn shared_down(
     parts: Pointer<bf16>,
     act: Pointer<bf16>,
     weights: &Strips,
-    shared: &Strips,
+    shared: Option<&Strips>,
     slots: &Slots<'_>,
     stride: usize,
 ) -> Result<(), CudaError> {
+    let Some(shared) = shared else { return Ok(()) };
     let n = weights.rows;
     // SAFETY: the caller's promise.
     unsafe {

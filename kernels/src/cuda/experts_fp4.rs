@@ -102,10 +102,7 @@ impl Fp4Experts {
                     experts.gate_up(act, rounded, weights, None, slots)?;
                 }
             }
-            match shared {
-                Some(shared) => shared_gate_up(&self.linear, act, x, weights, shared, slots),
-                None => Ok(()),
-            }
+            shared_gate_up(&self.linear, act, x, weights, shared, slots)
         }
     }
 
@@ -138,10 +135,7 @@ impl Fp4Experts {
                     experts.down(parts, rounded, weights, None, slots, stride)?;
                 }
             }
-            match shared {
-                Some(shared) => shared_down(&self.linear, parts, act, weights, shared, slots, stride),
-                None => Ok(()),
-            }
+            shared_down(&self.linear, parts, act, weights, shared, slots, stride)
         }
     }
 

@@ -91,10 +91,7 @@ impl Int8Experts {
         unsafe {
             self.quantize(of, scratch, x, slots.rows, weights.cols)?;
             self.project(&of.gate_up, act, scratch, weights, slots)?;
-            match shared {
-                Some(shared) => shared_gate_up(&self.linear, act, x, weights, shared, slots),
-                None => Ok(()),
-            }
+            shared_gate_up(&self.linear, act, x, weights, shared, slots)
         }
     }
 
@@ -118,10 +115,7 @@ impl Int8Experts {
         unsafe {
             self.quantize(of, scratch, act, slots.count(), weights.cols)?;
             self.project(&of.down, parts, scratch, weights, slots)?;
-            match shared {
-                Some(shared) => shared_down(&self.linear, parts, act, weights, shared, slots, stride),
-                None => Ok(()),
-            }
+            shared_down(&self.linear, parts, act, weights, shared, slots, stride)
         }
     }
 
