@@ -220,7 +220,8 @@ fn experts_are_the_oracles() {
     }
 }
 
-/// To the bit: codes, their products and the sums of groups leave nothing open.
+/// To the bit: codes, their products and the sums of groups leave nothing open. `silu` has the same bits on all instruction
+/// sets but the scalar one.
 #[test]
 fn experts_with_activations_of_eight_bits_are_the_oracles() {
     const EXACT: Tolerance = Tolerance { relative: 0.0, absolute: 0.0 };
@@ -228,16 +229,17 @@ fn experts_with_activations_of_eight_bits_are_the_oracles() {
         let mut cases = 0;
         for case in ExpertsCase::all() {
             let Some(expected) = case.expected_int8(isa) else { continue };
+            if isa > Isa::Avx2Fma {
+                let of_avx2 = case.expected_int8(Isa::Avx2Fma).expect("stored for that");
+                assert_close(isa, &case.name, &expected, &of_avx2, EXACT);
+            }
             let mut out = vec![f32::NAN; case.x.len()];
             let expert = |id: u32| case.experts[id as usize].view();
             cpu::experts_int8(isa, &mut out, &case.x, &case.ids, &case.weights, case.hidden, expert);
             assert_close(isa, &case.name, &out, &expected, EXACT);
             cases += 1;
         }
-        match cases {
-            0 => eprintln!("skipped: {isa} does not multiply codes here"),
-            _ => assert_eq!(cases, 3),
-        }
+        assert_eq!(cases, 3, "{isa}");
     }
 }
 

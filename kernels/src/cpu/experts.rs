@@ -138,47 +138,6 @@ impl DownTask<'_> {
     }
 }
 
-/// [`experts`] with activations of eight bits: what enters a projection is quantized, and what leaves it rounded to
-/// BF16, with the bits of [`crate::oracle::linear_int8`]. Added in ascending order of experts. Every instruction set that
-/// has it gives the same bits.
-///
-/// # Panics
-/// Unless [`has_int8_experts`] holds for `isa` and every matrix.
-pub fn experts_int8<'a>(
-    isa: Isa,
-    out: &mut [f32],
-    x: &[f32],
-    ids: &[u32],
-    weights: &[f32],
-    hidden: usize,
-    expert: impl Fn(u32) -> Expert<'a>,
-) {
-    let rows = x.len() / hidden;
-    assert!(x.len() == rows * hidden && out.len() == x.len() && ids.len() == weights.len());
-    out.fill(0.0);
-    if ids.is_empty() {
-        return;
-    }
-    let slots = ids.len() / rows;
-    assert_eq!(ids.len(), rows * slots);
-    let uses = Uses::new(ids, slots, expert);
-    for Used { expert: Expert { gate, up, down }, .. } in &uses.experts {
-        assert!([gate, up, down].into_iter().all(|matrix| has_int8_experts(isa, matrix)));
-    }
-    #[cfg(target_arch = "x86_64")]
-    tiles::experts_int8(isa, out, x, weights, hidden, &uses.experts);
-}
-
-/// Whether [`experts_int8`] is there for such matrices on `isa`: `i4_mma` and `i8_mma` in groups of 128, where the CPU has
-/// AMX or AVX-512 VNNI and `isa` allows them.
-#[must_use]
-pub fn has_int8_experts(isa: Isa, matrix: &WeightMatrix<'_>) -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return tiles::takes_int8(isa, matrix);
-    #[cfg(not(target_arch = "x86_64"))]
-    return false;
-}
-
 /// Which rows use which experts.
 pub(super) struct Uses<'a> {
     /// In ascending order of ids.

@@ -109,7 +109,7 @@ impl Kernel for RoundRows<'_> {
 
 /// To the nearest BF16, ties to even; NaN stays NaN.
 #[inline(always)]
-fn rounded_to_bf16(value: f32) -> f32 {
+pub(super) fn rounded_to_bf16(value: f32) -> f32 {
     let bits = value.to_bits();
     let rounded = f32::from_bits(bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000);
     if value.is_nan() { value } else { rounded }

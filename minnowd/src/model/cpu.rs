@@ -71,15 +71,14 @@ impl Cpu {
 }
 
 impl Cpu {
-    /// The same backend with these activations. Refused where the instruction set or the experts are not made for them.
+    /// The same backend with these activations. Refused where the experts are not stored for them.
     pub fn with_expert_activations(self, activations: ExpertActivations) -> Result<Self, ModelError> {
         match activations {
             ExpertActivations::Plain => {}
             ExpertActivations::Int8 => {
-                let fits = |matrix: &&Stored| cpu::has_int8_experts(self.isa, &matrix.view());
+                let fits = |matrix: &&Stored| cpu::has_int8_experts(&matrix.view());
                 if let Some(matrix) = self.weights.routed_experts().find(|matrix| !fits(matrix)) {
-                    let (isa, tensor) = (self.isa.to_string(), matrix.name.clone());
-                    return Err(ModelError::Int8Experts { isa, tensor });
+                    return Err(ModelError::Int8Experts { tensor: matrix.name.clone() });
                 }
             }
             ExpertActivations::Fp4 => check_fp4_experts(&self.weights)?,

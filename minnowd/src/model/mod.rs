@@ -304,13 +304,10 @@ pub enum ModelError {
     },
     /// Activations of eight bits were asked for where they are not to be had.
     #[error(
-        "--int8-expert-activations needs AVX-512 VNNI or AMX, allowed by --isa, and experts stored as i8_mma or i4_mma in \
-         groups of 128; this is {isa}, and {tensor} does not fit"
+        "--int8-expert-activations on the CPU needs experts stored as i8_mma or i4_mma in groups of 128, and {tensor} is not"
     )]
     Int8Experts {
-        /// The instruction set in use.
-        isa: String,
-        /// The first expert matrix that is not stored so, or any where the instruction set is the reason.
+        /// The first expert matrix that is not stored so.
         tensor: String,
     },
     /// Activations of four bits were asked for where they are not to be had.

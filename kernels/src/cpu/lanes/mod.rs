@@ -17,6 +17,9 @@ use crate::codec::STRIP;
 /// Number of lanes.
 pub(crate) const LANES: usize = 16;
 
+/// Pairs of columns of [`Lanes::dots`].
+pub(super) const PAIRS: usize = 64;
+
 /// Where each column lies in a row of an `mma` tile, counted in codes: a lane of four codes holds columns
 /// `2 lane + {0, 1, 8, 9}`. Section 8.1 of `docs/format-mnw.md`.
 pub(super) const PLACE_IN_TILE_ROW: [usize; LANES] = [0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15];
@@ -79,6 +82,21 @@ pub(crate) trait Lanes: Copy + Send + Sync {
                 }
             }
         }
+    }
+
+    /// Products of codes, `[feature][row]`: `x` has pairs of columns of eight rows, `weights` those of eight features. A pair
+    /// is two codes of sixteen bits, the first in the lower half. Exact as long as every sum is within 32 bits.
+    #[inline(always)]
+    fn dots(self, x: &[[i32; STRIP]; PAIRS], weights: &[[i32; PAIRS]; STRIP]) -> [[i32; STRIP]; STRIP] {
+        let mut dots = [[0; STRIP]; STRIP];
+        for (dots, weights) in dots.iter_mut().zip(weights) {
+            for (x, w) in x.iter().zip(weights) {
+                for (dot, x) in dots.iter_mut().zip(x) {
+                    *dot += i32::from(*x as i16) * i32::from(*w as i16) + (x >> 16) * (w >> 16);
+                }
+            }
+        }
+        dots
     }
 
     /// Sixteen little-endian bfloat16.

@@ -6,7 +6,7 @@
 use std::arch::is_x86_feature_detected;
 use std::arch::x86_64::*;
 
-use super::{LANES, Lanes, Tile};
+use super::{LANES, Lanes, PAIRS, Tile};
 use crate::codec::{E2M1, STRIP};
 use crate::cpu::isa::Kernel;
 use crate::cpu::products::Step;
@@ -142,6 +142,11 @@ impl Lanes for Avx512 {
             }
             sums_of_eights(eights)
         }
+    }
+
+    #[inline(always)]
+    fn dots(self, x: &[[i32; STRIP]; PAIRS], weights: &[[i32; PAIRS]; STRIP]) -> [[i32; STRIP]; STRIP] {
+        proven!(dots_of_pairs(x, weights))
     }
 
     #[inline(always)]
@@ -467,6 +472,11 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
+    fn dots(self, x: &[[i32; STRIP]; PAIRS], weights: &[[i32; PAIRS]; STRIP]) -> [[i32; STRIP]; STRIP] {
+        proven!(dots_of_pairs(x, weights))
+    }
+
+    #[inline(always)]
     fn bf16(self, bytes: &[u8; 2 * LANES]) -> [__m256; 2] {
         let [low, high] = halves::<_, _, LANES>(bytes);
         proven!([eight_bf16(low), eight_bf16(high)])
@@ -628,6 +638,26 @@ fn eight_e2m1(nibbles: i32) -> __m256 {
     let codes = _mm256_srlv_epi32(_mm256_set1_epi32(nibbles), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
     let sign = _mm256_slli_epi32::<31>(_mm256_srli_epi32::<3>(codes));
     _mm256_xor_ps(_mm256_permutevar8x32_ps(magnitudes, codes), _mm256_castsi256_ps(sign))
+}
+
+/// [`Lanes::dots`]
+#[inline]
+#[target_feature(enable = "avx2")]
+fn dots_of_pairs(x: &[[i32; STRIP]; PAIRS], weights: &[[i32; PAIRS]; STRIP]) -> [[i32; STRIP]; STRIP] {
+    let mut sums = [_mm256_setzero_si256(); STRIP];
+    for (pair, x) in x.iter().enumerate() {
+        // SAFETY: the pointer comes from a reference to the eight lanes that are read; no alignment is needed.
+        let x = unsafe { _mm256_loadu_si256(x.as_ptr().cast()) };
+        for (sum, weights) in sums.iter_mut().zip(weights) {
+            *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(x, _mm256_set1_epi32(weights[pair])));
+        }
+    }
+    let mut dots = [[0; STRIP]; STRIP];
+    for (dots, sum) in dots.iter_mut().zip(sums) {
+        // SAFETY: the pointer comes from a reference to the eight lanes that are written; no alignment is needed.
+        unsafe { _mm256_storeu_si256(dots.as_mut_ptr().cast(), sum) }
+    }
+    dots
 }
 
 /// An array as its two halves.

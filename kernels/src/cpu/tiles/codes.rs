@@ -85,6 +85,7 @@ mod tests {
     use super::*;
     use crate::codec;
     use crate::conformance::random;
+    use crate::cpu::{Isa, experts_int8};
     use crate::oracle::linear_int8;
 
     /// What [`products`] makes of all features and rows: `[rows, features]`.
@@ -191,12 +192,18 @@ mod tests {
                 }
                 let mut expected = vec![0.0; rows * features];
                 linear_int8(&mut expected, &x, &codes, &group_scales, cols, 128);
+                let without_engine = Isa::present().map(|isa| {
+                    let mut out = vec![0.0; rows * features];
+                    experts_int8::linear(isa, &mut out, &experts_int8::quantized(isa, &x, cols), &w);
+                    (format!("{isa} without an engine"), Some(out))
+                });
                 let found = [
                     ("amx", amx.map(|engine| all_products(engine, &w, &x))),
                     ("avx512vnni", vnni.map(|engine| all_products(engine, &w, &x))),
                     ("plain", plain.map(|engine| all_products(engine, &w, &x))),
                 ];
-                for (name, found) in found {
+                let found = found.map(|(name, found)| (name.to_owned(), found));
+                for (name, found) in found.into_iter().chain(without_engine) {
                     let Some(found) = found else { continue };
                     assert_eq!(bits(&found), bits(&expected), "{name}, {rows} rows, {features} x {cols} {encoding}");
                 }

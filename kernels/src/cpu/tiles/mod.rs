@@ -267,10 +267,9 @@ pub(super) fn takes(isa: Isa, matrix: &WeightMatrix<'_>) -> bool {
     isa.rounds_to_bf16() && !matches!(matrix.encoding(), Encoding::Float(FloatType::F16 | FloatType::F32))
 }
 
-/// Whether products of `matrix` with codes of eight bits are done here, on `isa`.
-pub(super) fn takes_int8(isa: Isa, matrix: &WeightMatrix<'_>) -> bool {
-    let has_engine = isa >= Isa::Avx512 && Avx512Vnni::detect().is_some() || isa == Isa::Amx && Amx::detect().is_some();
-    has_engine && Plan::of(matrix).code_order().is_some()
+/// Whether there is an engine for codes on `isa`. Others multiply them in `super::experts_int8`.
+pub(super) fn multiplies_codes(isa: Isa) -> bool {
+    isa >= Isa::Avx512 && Avx512Vnni::detect().is_some() || isa == Isa::Amx && Amx::detect().is_some()
 }
 
 /// A piece of work written over [`Engine`].
@@ -296,7 +295,7 @@ fn on_engine<W: Work>(isa: Isa, work: W) -> W::Output {
 /// Runs `work` on the engine for codes of `isa`.
 ///
 /// # Panics
-/// If this CPU has none, see [`takes_int8`].
+/// If this CPU has none, see [`multiplies_codes`].
 fn on_code_engine<W: CodeWork>(isa: Isa, work: W) -> W::Output {
     if isa == Isa::Amx
         && let Some(amx) = Amx::detect()
