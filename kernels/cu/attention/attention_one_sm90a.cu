@@ -2,7 +2,8 @@
 // bits. Arguments and layouts: there, but blocks has one entry, and that block's own page is the only one written.
 // Grid: (8, kv_heads * ceil(group / 2)), clusters of 8.  Block: 256 threads in two halves, each with a chunk of the keys at a
 // time: chunk c is of half c / 8 % 2 of block c % 8; a warp has 16 of 64 rows, those of two query heads.
-// Shared: `Shared`: for each half a tile of keys and values, then its first and its second chunk's sums; the queries; rows on their way.
+// Shared: `Shared`: for each half a tile of keys and values, then its first and its second chunk's sums; the queries; rows
+// on their way.
 // Bound by latency: keys and values of earlier blocks come before the queries are there, and the chunks are folded over the
 // cluster's shared memory.   Oracle: kernels/src/oracle/{norm,rope,attention}.rs
 #include "common/cluster.cuh"

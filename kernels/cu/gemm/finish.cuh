@@ -177,7 +177,8 @@ __device__ __forceinline__ void store_best(const OutTile<BEST_WIDTH> &tile, Best
                 for (int i = 0; i < 8; ++i) {
                     if (lane * 8 + i >= width) {
                         key[u][i] = 0;
-                        words[u][i / 2] = i % 2 ? words[u][i / 2] & 0xffffu | 0xff800000u : words[u][i / 2] & 0xffff0000u | 0xff80u;
+                        const uint32_t word = words[u][i / 2];
+                        words[u][i / 2] = i % 2 ? (word & 0xffffu) | 0xff800000u : (word & 0xffff0000u) | 0xff80u;
                     }
                 }
             }

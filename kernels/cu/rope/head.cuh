@@ -9,8 +9,8 @@ constexpr int PAIRS = 32;
 /// `COUNT` heads at once, so that none waits for another. `v`: of each, dimensions lane, lane + 32, lane + 64 and lane + 96,
 /// so both of a rotated pair; `weight`: likewise, if the head has a norm; `turn`: cosine and sine of the head's position.
 template <int COUNT>
-__device__ __forceinline__ void norm_and_turn(float (&v)[COUNT][4], const bool (&has_norm)[COUNT], const float (&weight)[COUNT][4],
-                                              const float2 (&turn)[COUNT], float eps) {
+__device__ __forceinline__ void norm_and_turn(float (&v)[COUNT][4], const bool (&has_norm)[COUNT],
+                                              const float (&weight)[COUNT][4], const float2 (&turn)[COUNT], float eps) {
     float squares[COUNT];
 #pragma unroll
     for (int head = 0; head < COUNT; ++head) {

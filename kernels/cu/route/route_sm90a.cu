@@ -1,5 +1,5 @@
-// choose_block: choose of route.cu, and of a single block order too, by a cluster of blocks of threads for each block of rows, for
-//               Hopper; the same bits. Routing by block capacity only.
+// choose_block: choose of route.cu, and of a single block order too, by a cluster of blocks of threads for each block of
+//               rows, for Hopper; the same bits. Routing by block capacity only.
 // Arguments and layouts: route.cu. stride, tile_rows: as order's; what it writes is written if the batch is one block.
 // Grid: 8 blocks of threads a block of rows, a cluster.  Block: 256 threads: a thread for each expert, then a warp for each
 // of 4 rows.
