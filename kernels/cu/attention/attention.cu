@@ -48,10 +48,7 @@ __device__ __forceinline__ void attention(const bf16 *q, const bf16 *pool, const
     uint32_t queries = keys + BUFFERS * 2 * TILE_BYTES + warp * 16 * DIM * 2;
     if (is_active) {
         const bf16 *from = q + ((size_t(block_index) * PAGE + row % PAGE) * heads + head) * DIM;
-#pragma unroll
-        for (int i = lane; i < 16 * 16; i += 32) {
-            copy_16(queries + swizzled(i / 16, i % 16), from + size_t(i / 16) * heads * DIM + i % 16 * 8);
-        }
+        load_queries(queries, from, heads, lane);
     }
     load_tile<THREADS>(keys, key_head, table + tile * TILE_PAGES, pages_of(tile), page_stride);
     commit_copies();

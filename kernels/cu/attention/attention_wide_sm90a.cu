@@ -97,10 +97,7 @@ attend_wide(const bf16 *q, const bf16 *pool, const uint2 *blocks, const uint32_t
     const uint32_t queries = shared_address(s.queries[warp]);
     {
         const bf16 *from = q + ((size_t(block_index) * PAGE + row % PAGE) * heads + (is_active ? head : 0)) * DIM;
-#pragma unroll
-        for (int i = lane; i < 16 * 16; i += 32) {
-            copy_16(queries + swizzled(i / 16, i % 16), from + size_t(i / 16) * heads * DIM + i % 16 * 8);
-        }
+        load_queries(queries, from, heads, lane);
         commit_copies();
         wait_for_copies<0>();
         __syncwarp();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/async.cuh"
+#include "common/exp.cuh"
 #include "common/rows.cuh"
 
 constexpr int DIM = 128;
@@ -12,17 +13,11 @@ constexpr int TILE = TILE_PAGES * PAGE;
 constexpr int CHUNKS_MAX = 32;
 constexpr int TILE_BYTES = TILE * DIM * 2;
 /// 1 / sqrt(128), times log2(e): weights are powers of two.
-constexpr float SCALE = 0.08838834764831845f * 1.4426950408889634f;
+constexpr float SCALE = 0.08838834764831845f * LOG2E;
 
 /// Tiles that are summed without a fold: one for up to 4,096 keys, and so many more that 32 chunks always suffice.
 __device__ __forceinline__ int tiles_of_chunk(int pages) {
     return (pages + CHUNKS_MAX * TILE_PAGES - 1) / (CHUNKS_MAX * TILE_PAGES);
-}
-
-__device__ __forceinline__ float exp2_fast(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
 }
 
 /// What a maximum and a sum relative to it are worth relative to a new maximum.
@@ -67,6 +62,14 @@ __device__ __forceinline__ void load_tile(uint32_t to, const bf16 *head, const u
     for (int i = threadIdx.x; i < pages * PIECES; i += THREADS) {
         int page = i / PIECES, row = i % PIECES / 16, piece = i % 16;
         copy_16(to + swizzled(page * PAGE + row, piece), head + table[page] * page_stride + row * DIM + piece * 8);
+    }
+}
+
+/// Starts copying a warp's 16 rows of queries of one of `heads` heads.
+__device__ __forceinline__ void load_queries(uint32_t to, const bf16 *from, int heads, int lane) {
+#pragma unroll
+    for (int i = lane; i < 16 * 16; i += 32) {
+        copy_16(to + swizzled(i / 16, i % 16), from + size_t(i / 16) * heads * DIM + i % 16 * 8);
     }
 }
 

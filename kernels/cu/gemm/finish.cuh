@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/async.cuh"
+#include "common/exp.cuh"
 #include "common/round.cuh"
 #include "common/strips.cuh"
 
@@ -105,14 +106,6 @@ struct Best {
     float *logits, *sums;
 };
 constexpr int BEST = 4, BEST_WIDTH = 256;
-constexpr float LOG2E = 1.4426950408889634f;
-
-/// 2^x, to some two units in the last place.
-__device__ __forceinline__ float exp2_near(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 /// Two BF16 as numbers of 16 bits that order as their values do: the zeros are equal, NaN is minus infinity.
 __device__ __forceinline__ uint32_t ranks_of(uint32_t pair) {
@@ -210,8 +203,8 @@ __device__ __forceinline__ void store_best(const OutTile<BEST_WIDTH> &tile, Best
             sum[u] = 0.0f;
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                sum[u] += exp2_near(__fmaf_rn(low_of(words[u][i]), LOG2E, -base));
-                sum[u] += exp2_near(__fmaf_rn(high_of(words[u][i]), LOG2E, -base));
+                sum[u] += exp2_fast(__fmaf_rn(low_of(words[u][i]), LOG2E, -base));
+                sum[u] += exp2_fast(__fmaf_rn(high_of(words[u][i]), LOG2E, -base));
             }
         }
 #pragma unroll
