@@ -36,14 +36,21 @@ pub struct GatedScratch {
 
 /// `out = down(silu(gate(x)) * up(x))` for each row; `x`, `out`: `[rows, hidden]`.
 pub fn feed_forward(isa: Isa, out: &mut [f32], x: &[f32], expert: &Expert<'_>, scratch: &mut GatedScratch) {
-    let len = x.len() / expert.gate.cols() * expert.gate.rows();
-    let GatedScratch { gate, up } = scratch;
-    gate.resize(len, 0.0);
-    up.resize(len, 0.0);
-    linear(isa, gate, x, &expert.gate);
-    linear(isa, up, x, &expert.up);
-    swiglu(isa, gate, up);
-    linear(isa, out, gate, &expert.down);
+    linear(isa, out, scratch.gated(isa, x, expert), &expert.down);
+}
+
+impl GatedScratch {
+    /// `silu(gate(x)) * up(x)` for each row: `[rows, inner]`.
+    pub(super) fn gated(&mut self, isa: Isa, x: &[f32], expert: &Expert<'_>) -> &mut [f32] {
+        let len = x.len() / expert.gate.cols() * expert.gate.rows();
+        let Self { gate, up } = self;
+        gate.resize(len, 0.0);
+        up.resize(len, 0.0);
+        linear(isa, gate, x, &expert.gate);
+        linear(isa, up, x, &expert.up);
+        swiglu(isa, gate, up);
+        gate
+    }
 }
 
 /// `out[r] = sum over slots of weights[r, slot] * feed_forward(x[r], expert(ids[r, slot]))`, added in slot order, or, in
@@ -62,14 +69,7 @@ pub fn experts<'a>(
     hidden: usize,
     expert: impl Fn(u32) -> Expert<'a>,
 ) {
-    let rows = x.len() / hidden;
-    assert!(x.len() == rows * hidden && out.len() == x.len() && ids.len() == weights.len());
-    if ids.is_empty() {
-        return out.fill(0.0);
-    }
-    let slots = ids.len() / rows;
-    assert_eq!(ids.len(), rows * slots);
-    let uses = Uses::new(ids, slots, expert);
+    let Some(uses) = Uses::new(out, x, ids, weights, hidden, expert) else { return };
     #[cfg(target_arch = "x86_64")]
     if uses.experts.iter().all(|Used { expert, .. }| {
         [&expert.gate, &expert.up, &expert.down].into_iter().all(|matrix| tiles::takes(isa, matrix))
@@ -169,7 +169,23 @@ pub(super) struct Place {
 }
 
 impl<'a> Uses<'a> {
-    pub(super) fn new(ids: &[u32], slots: usize, expert: impl Fn(u32) -> Expert<'a>) -> Self {
+    /// Arguments as those of [`experts`], whose shapes are checked. `None` if nothing is used; then `out` is zeros.
+    pub(super) fn new(
+        out: &mut [f32],
+        x: &[f32],
+        ids: &[u32],
+        weights: &[f32],
+        hidden: usize,
+        expert: impl Fn(u32) -> Expert<'a>,
+    ) -> Option<Self> {
+        let rows = x.len() / hidden;
+        assert!(x.len() == rows * hidden && out.len() == x.len() && ids.len() == weights.len());
+        if ids.is_empty() {
+            out.fill(0.0);
+            return None;
+        }
+        let slots = ids.len() / rows;
+        assert_eq!(ids.len(), rows * slots);
         let mut order: Vec<usize> = (0..ids.len()).collect();
         order.sort_by_key(|&slot| ids[slot]);
         let mut experts: Vec<Used<'a>> = Vec::new();
@@ -190,7 +206,7 @@ impl<'a> Uses<'a> {
             let hidden = down.rows();
             assert!([gate, up].iter().all(|w| (w.rows(), w.cols()) == (inner, hidden)) && down.cols() == inner);
         }
-        Self { experts, places, slots, inner }
+        Some(Self { experts, places, slots, inner })
     }
 }
 
@@ -198,6 +214,11 @@ impl Used<'_> {
     /// Where its rows lie in an array with `width` values for each row of each expert in use.
     pub(super) fn places(&self, width: usize) -> Range<usize> {
         self.rows_before * width..(self.rows_before + self.rows.len()) * width
+    }
+
+    /// Its rows of `x: [any, width]`, one after the other.
+    pub(super) fn gathered(&self, x: &[f32], width: usize) -> Vec<f32> {
+        self.rows.iter().map(|&row| &x[row as usize * width..][..width]).collect::<Vec<_>>().concat()
     }
 }
 

@@ -4,8 +4,7 @@
 use rayon::prelude::*;
 
 use super::Isa;
-use super::elementwise::swiglu;
-use super::experts::{Expert, Uses};
+use super::experts::{Expert, GatedScratch, Uses};
 use super::isa::Kernel;
 use super::lanes::Lanes;
 use super::linear::linear;
@@ -28,14 +27,7 @@ pub fn experts_fp4<'a>(
     hidden: usize,
     expert: impl Fn(u32) -> Expert<'a>,
 ) {
-    let rows = x.len() / hidden;
-    assert!(x.len() == rows * hidden && out.len() == x.len() && ids.len() == weights.len());
-    if ids.is_empty() {
-        return out.fill(0.0);
-    }
-    let slots = ids.len() / rows;
-    assert_eq!(ids.len(), rows * slots);
-    let uses = Uses::new(ids, slots, expert);
+    let Some(uses) = Uses::new(out, x, ids, weights, hidden, expert) else { return };
     let mut entering = x.to_vec();
     round_to_fp4(isa, &mut entering, hidden);
     // For each expert in use, [its rows, hidden].
@@ -48,20 +40,15 @@ pub fn experts_fp4<'a>(
         tasks.push((used, of_expert));
     }
     tasks.into_par_iter().for_each(|(used, out)| {
-        let rows = used.rows.iter().map(|&row| &entering[row as usize * hidden..][..hidden]);
-        let x = rows.collect::<Vec<_>>().concat();
-        let len = used.rows.len() * uses.inner;
-        let (mut gate, mut up) = (vec![0.0; len], vec![0.0; len]);
-        linear(isa, &mut gate, &x, &used.expert.gate);
-        linear(isa, &mut up, &x, &used.expert.up);
-        swiglu(isa, &mut gate, &up);
-        round_to_fp4(isa, &mut gate, uses.inner);
-        linear(isa, out, &gate, &used.expert.down);
+        let mut scratch = GatedScratch::default();
+        let gated = scratch.gated(isa, &used.gathered(&entering, hidden), &used.expert);
+        round_to_fp4(isa, gated, uses.inner);
+        linear(isa, out, gated, &used.expert.down);
     });
     out.par_chunks_exact_mut(hidden).enumerate().for_each(|(row, out)| {
         out.fill(0.0);
-        let places = uses.places[row * slots..][..slots].iter();
-        for (place, weight) in places.zip(&weights[row * slots..][..slots]) {
+        let places = uses.places[row * uses.slots..][..uses.slots].iter();
+        for (place, weight) in places.zip(&weights[row * uses.slots..][..uses.slots]) {
             let at = uses.experts[place.used].places(hidden).start + place.index * hidden;
             out.iter_mut().zip(&products[at..][..hidden]).for_each(|(out, product)| *out += weight * product);
         }

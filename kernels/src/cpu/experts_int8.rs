@@ -42,15 +42,8 @@ pub fn experts_int8<'a>(
     hidden: usize,
     expert: impl Fn(u32) -> Expert<'a>,
 ) {
-    let rows = x.len() / hidden;
-    assert!(x.len() == rows * hidden && out.len() == x.len() && ids.len() == weights.len());
+    let Some(Uses { experts, .. }) = Uses::new(out, x, ids, weights, hidden, expert) else { return };
     out.fill(0.0);
-    if ids.is_empty() {
-        return;
-    }
-    let slots = ids.len() / rows;
-    assert_eq!(ids.len(), rows * slots);
-    let Uses { experts, .. } = Uses::new(ids, slots, expert);
     for Used { expert: Expert { gate, up, down }, .. } in &experts {
         assert!([gate, up, down].into_iter().all(has_int8_experts));
     }
@@ -58,10 +51,10 @@ pub fn experts_int8<'a>(
     if tiles::multiplies_codes(isa) {
         return tiles::experts_int8(isa, out, x, weights, hidden, &experts);
     }
-    let gated = experts.par_iter().map(|Used { expert: Expert { gate: gate_of, up: up_of, .. }, rows, .. }| {
-        let x = rows.iter().map(|&row| &x[row as usize * hidden..][..hidden]).collect::<Vec<_>>().concat();
-        let x = quantized(isa, &x, hidden);
-        let len = rows.len() * gate_of.rows();
+    let gated = experts.par_iter().map(|used| {
+        let Expert { gate: gate_of, up: up_of, .. } = &used.expert;
+        let x = quantized(isa, &used.gathered(x, hidden), hidden);
+        let len = used.rows.len() * gate_of.rows();
         let (mut gate, mut up) = (vec![0.0; len], vec![0.0; len]);
         linear(isa, &mut gate, &x, gate_of);
         linear(isa, &mut up, &x, up_of);
