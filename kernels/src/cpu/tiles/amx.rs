@@ -2,8 +2,8 @@
 //!
 //! A tile register holds sixteen lines. With weights as the left and a panel as the right operand, `tdpbf16ps` adds the
 //! products of sixteen features with sixteen rows over 32 columns, pair by pair in ascending order, to a [`Tile`]; `tdpbssd`
-//! those of codes over 64 columns, four by four, to [`Dots`]. Four sums at a time are kept in registers, which hides the
-//! latency of a product.
+//! those of codes over 64 columns, four by four, to [`Dots`]. Two sums or four at a time are kept in registers; what else is
+//! to be done, such as decoding the next weights, is done between the steps and hides the latency of the products.
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid_count, __get_cpuid_max, _xgetbv};
@@ -120,9 +120,16 @@ impl Engine for Amx {
         Session { wide: *self.0, thread: PhantomData }
     }
 
-    fn product(_session: &Session, c: &mut [Tile], weights: &Weights<'_>, panels: &[&[Line]], job: Job) {
+    fn product(
+        _session: &Session,
+        c: &mut [Tile],
+        weights: &Weights<'_>,
+        panels: &[&[Line]],
+        job: Job,
+        between: impl FnMut(usize),
+    ) {
         // SAFETY: a session exists, so the CPU has AMX and its registers are configured as sixteen lines.
-        unsafe { bf16::product(c, weights, panels, job) }
+        unsafe { bf16::product(c, weights, panels, job, between) }
     }
 
     fn multiply_only(self, rounds: usize) -> usize {
@@ -163,7 +170,14 @@ impl CodeEngine for Amx {
         self.begin()
     }
 
-    fn add_group(session: &Session, sums: &mut [Tile], weights: &Codes<'_>, rows: &[RowCodes<'_>], dots: &mut [Dots]) {
+    fn add_group(
+        session: &Session,
+        sums: &mut [Tile],
+        weights: &Codes<'_>,
+        rows: &[RowCodes<'_>],
+        dots: &mut [Dots],
+        between: impl FnMut(usize),
+    ) {
         let tiles = weights.scales.len();
         let job = Job { tiles, steps: CODE_STEPS, rows: EDGE, is_fresh: true };
         let dots = &mut dots[..sums.len()];
@@ -171,8 +185,8 @@ impl CodeEngine for Amx {
         // SAFETY: a session exists, so the CPU has AMX and its registers are configured as sixteen lines.
         unsafe {
             match rows {
-                [rows] => int8::product(dots, &lines, &[rows.lines], job),
-                [first, second] => int8::product(dots, &lines, &[first.lines, second.lines], job),
+                [rows] => int8::product(dots, &lines, &[rows.lines], job, between),
+                [first, second] => int8::product(dots, &lines, &[first.lines, second.lines], job, between),
                 _ => unreachable!("there are one or two panels"),
             }
         }
@@ -187,6 +201,9 @@ impl CodeEngine for Amx {
 const LINE_BYTES: usize = size_of::<Line>();
 
 /// Products of every shape, by an instruction that multiplies two tile registers and adds to a third.
+///
+/// Sums stay in tile registers from step to step while other code runs between: nothing but `asm!` of this module names those
+/// registers, and the compiler, which does not know them, makes no code of its own that does.
 macro_rules! products_by {
     ($module:ident, $multiply:literal, $sums:ty) => {
         mod $module {
@@ -197,107 +214,79 @@ macro_rules! products_by {
             use super::LINE_BYTES;
 
             /// Adds the products of all feature tiles with one or two panels to `c`, `[panel][tile]`, or writes them.
+            /// `between` is called after each step of the first tiles.
             ///
             /// # Safety
             /// Tile registers are configured as sixteen lines.
-            pub(super) unsafe fn product(c: &mut [$sums], weights: &Weights<'_>, panels: &[&[Line]], job: Job) {
-                let Job { tiles, steps, is_fresh, .. } = job;
+            pub(super) unsafe fn product(
+                c: &mut [$sums],
+                weights: &Weights<'_>,
+                panels: &[&[Line]],
+                job: Job,
+                between: impl FnMut(usize),
+            ) {
+                let Job { tiles, steps, .. } = job;
                 assert!(c.len() == panels.len() * tiles && steps > 0);
                 assert!(panels.iter().all(|panel| panel.len() >= steps * EDGE));
-                let source = |tile| Source::of(weights, tile, tiles, steps);
-                let mut tile = 0;
-                // SAFETY: the caller's promise. `source` vouches for the lines of each feature tile that is asked of it, and
-                // feature tiles lie one distance apart; panels and `c` were checked above.
+                // SAFETY: the caller's promise; panels and `c` are checked.
                 unsafe {
-                    match panels {
-                        [panel] => {
-                            while tile + 4 <= tiles {
-                                four_by_one(&mut c[tile..tile + 4], [0, 1, 2, 3].map(|next| source(tile + next)), panel, job);
-                                tile += 4;
-                            }
-                        }
-                        [first, second] => {
-                            let (c0, c1) = c.split_at_mut(tiles);
-                            while tile + 2 <= tiles {
-                                let c = [c0[tile..tile + 2].as_mut_ptr(), c1[tile..tile + 2].as_mut_ptr()];
-                                two_by_two(c, [source(tile), source(tile + 1)], [first, second], job);
-                                tile += 2;
-                            }
-                        }
-                        _ => unreachable!("there are one or two panels"),
+                    if tiles > 0 {
+                        some_tiles(c, weights, panels, job, 0, between);
                     }
-                    for tile in tile..tiles {
-                        for (panel, c) in panels.iter().zip(c.chunks_exact_mut(tiles)) {
-                            one_by_one(&mut c[tile], source(tile), panel, steps, is_fresh);
-                        }
+                    for first in (2..tiles).step_by(2) {
+                        some_tiles(c, weights, panels, job, first, |_| ());
                     }
                 }
             }
 
-            /// Four feature tiles with one panel.
+            /// [`product`] for two feature tiles from `first` on, or the last alone.
             ///
             /// # Safety
-            /// Tile registers are configured; `c` is four tiles, the sources and the panel have `job.steps` steps, at least one.
-            unsafe fn four_by_one(c: &mut [$sums], weights: [Source; 4], panel: &[Line], job: Job) {
-                debug_assert_eq!(c.len(), 4);
-                let [w0, w1, w2, w3] = weights;
-                // SAFETY: the caller's promise. Tile loads read sixteen lines of 64 bytes from an address on, a stride apart.
+            /// As there; `c` and the panels are as long as `job` says.
+            unsafe fn some_tiles(
+                c: &mut [$sums],
+                weights: &Weights<'_>,
+                panels: &[&[Line]],
+                job: Job,
+                first: usize,
+                mut between: impl FnMut(usize),
+            ) {
+                let Job { tiles, steps, is_fresh, .. } = job;
+                let source = |tile| Source::of(weights, tile, tiles, steps);
+                let (c0, c1) = c.split_at_mut(tiles);
+                // SAFETY: the caller's promise. `source` vouches for the lines of each feature tile that is asked of it.
                 unsafe {
-                    asm!(
-                        "test {fresh}, {fresh}",
-                        "jnz 2f",
-                        "tileloadd tmm0, [{c} + {line}]",
-                        "tileloadd tmm1, [{c} + {line} + 1024]",
-                        "tileloadd tmm2, [{c} + {line} + 2048]",
-                        "tileloadd tmm3, [{c} + {line} + 3072]",
-                        "jmp 3f",
-                        "2:",
-                        "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
-                        "3:",
-                        "tileloadd tmm4, [{x} + {line}]",
-                        "tileloadd tmm5, [{w0} + {row}]",
-                        concat!($multiply, " tmm0, tmm5, tmm4"),
-                        "tileloadd tmm6, [{w1} + {row}]",
-                        concat!($multiply, " tmm1, tmm6, tmm4"),
-                        "tileloadd tmm7, [{w2} + {row}]",
-                        concat!($multiply, " tmm2, tmm7, tmm4"),
-                        "tileloadd tmm5, [{w3} + {row}]",
-                        concat!($multiply, " tmm3, tmm5, tmm4"),
-                        "add {w0}, {step}",
-                        "add {w1}, {step}",
-                        "add {w2}, {step}",
-                        "add {w3}, {step}",
-                        "add {x}, 1024",
-                        "dec {steps}",
-                        "jnz 3b",
-                        "tilestored [{c} + {line}], tmm0",
-                        "tilestored [{c} + {line} + 1024], tmm1",
-                        "tilestored [{c} + {line} + 2048], tmm2",
-                        "tilestored [{c} + {line} + 3072], tmm3",
-                        fresh = in(reg) usize::from(job.is_fresh),
-                        c = in(reg) c.as_mut_ptr(),
-                        line = in(reg) LINE_BYTES,
-                        x = inout(reg) panel.as_ptr() => _,
-                        w0 = inout(reg) w0.first => _,
-                        w1 = inout(reg) w1.first => _,
-                        w2 = inout(reg) w2.first => _,
-                        w3 = inout(reg) w3.first => _,
-                        row = in(reg) w0.feature_bytes,
-                        step = in(reg) w0.step_bytes,
-                        steps = inout(reg) job.steps => _,
-                        out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                        out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                        options(nostack),
-                    );
+                    if first + 1 < tiles {
+                        let sources = [source(first), source(first + 1)];
+                        match panels {
+                            [panel] => two_by_one(&mut c0[first..first + 2], sources, panel, job, between),
+                            [x0, x1] => {
+                                let c = [c0[first..first + 2].as_mut_ptr(), c1[first..first + 2].as_mut_ptr()];
+                                two_by_two(c, sources, [x0, x1], job, between);
+                            }
+                            _ => unreachable!("there are one or two panels"),
+                        }
+                    } else {
+                        let source = source(first);
+                        one_by_one(&mut c0[first], source, panels[0], steps, is_fresh, &mut between);
+                        if let Some(panel) = panels.get(1) {
+                            one_by_one(&mut c1[first], source, panel, steps, is_fresh, |_| ());
+                        }
+                    }
                 }
             }
 
             /// Two feature tiles with two panels; `c`: two tiles for each panel.
             ///
             /// # Safety
-            /// As [`four_by_one`].
-            unsafe fn two_by_two(c: [*mut $sums; 2], weights: [Source; 2], panels: [&[Line]; 2], job: Job) {
-                let ([c0, c1], [w0, w1]) = (c, weights);
+            /// Tile registers are configured; `c` is two tiles for each panel, the sources and the panels have `job.steps` steps.
+            unsafe fn two_by_two(
+                [c0, c1]: [*mut $sums; 2],
+                [w0, w1]: [Source; 2],
+                [x0, x1]: [&[Line]; 2],
+                job: Job,
+                mut between: impl FnMut(usize),
+            ) {
                 // SAFETY: the caller's promise. Tile loads read sixteen lines of 64 bytes from an address on, a stride apart.
                 unsafe {
                     asm!(
@@ -311,38 +300,101 @@ macro_rules! products_by {
                         "2:",
                         "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
                         "3:",
-                        "tileloadd tmm4, [{x0} + {line}]",
-                        "tileloadd tmm5, [{w0} + {row}]",
-                        concat!($multiply, " tmm0, tmm5, tmm4"),
-                        "tileloadd tmm6, [{w1} + {row}]",
-                        concat!($multiply, " tmm1, tmm6, tmm4"),
-                        "tileloadd tmm7, [{x1} + {line}]",
-                        concat!($multiply, " tmm2, tmm5, tmm7"),
-                        concat!($multiply, " tmm3, tmm6, tmm7"),
-                        "add {w0}, {step}",
-                        "add {w1}, {step}",
-                        "add {x0}, 1024",
-                        "add {x1}, 1024",
-                        "dec {steps}",
-                        "jnz 3b",
-                        "tilestored [{c0} + {line}], tmm0",
-                        "tilestored [{c0} + {line} + 1024], tmm1",
-                        "tilestored [{c1} + {line}], tmm2",
-                        "tilestored [{c1} + {line} + 1024], tmm3",
                         fresh = in(reg) usize::from(job.is_fresh),
                         c0 = in(reg) c0,
                         c1 = in(reg) c1,
                         line = in(reg) LINE_BYTES,
-                        x0 = inout(reg) panels[0].as_ptr() => _,
-                        x1 = inout(reg) panels[1].as_ptr() => _,
-                        w0 = inout(reg) w0.first => _,
-                        w1 = inout(reg) w1.first => _,
-                        row = in(reg) w0.feature_bytes,
-                        step = in(reg) w0.step_bytes,
-                        steps = inout(reg) job.steps => _,
                         out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-                        out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-                        options(nostack),
+                        options(nostack, readonly),
+                    );
+                    for step in 0..job.steps {
+                        asm!(
+                            "tileloadd tmm4, [{x0} + {line}]",
+                            "tileloadd tmm5, [{w0} + {row}]",
+                            concat!($multiply, " tmm0, tmm5, tmm4"),
+                            "tileloadd tmm6, [{w1} + {row}]",
+                            concat!($multiply, " tmm1, tmm6, tmm4"),
+                            "tileloadd tmm7, [{x1} + {line}]",
+                            concat!($multiply, " tmm2, tmm5, tmm7"),
+                            concat!($multiply, " tmm3, tmm6, tmm7"),
+                            line = in(reg) LINE_BYTES,
+                            x0 = in(reg) x0.as_ptr().add(step * EDGE),
+                            x1 = in(reg) x1.as_ptr().add(step * EDGE),
+                            w0 = in(reg) w0.at(step),
+                            w1 = in(reg) w1.at(step),
+                            row = in(reg) w0.feature_bytes,
+                            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                            options(nostack, readonly, preserves_flags),
+                        );
+                        between(step);
+                    }
+                    asm!(
+                        "tilestored [{c0} + {line}], tmm0",
+                        "tilestored [{c0} + {line} + 1024], tmm1",
+                        "tilestored [{c1} + {line}], tmm2",
+                        "tilestored [{c1} + {line} + 1024], tmm3",
+                        c0 = in(reg) c0,
+                        c1 = in(reg) c1,
+                        line = in(reg) LINE_BYTES,
+                        options(nostack, preserves_flags),
+                    );
+                }
+            }
+
+            /// Two feature tiles with one panel.
+            ///
+            /// # Safety
+            /// As [`two_by_two`].
+            unsafe fn two_by_one(
+                c: &mut [$sums],
+                [w0, w1]: [Source; 2],
+                panel: &[Line],
+                job: Job,
+                mut between: impl FnMut(usize),
+            ) {
+                debug_assert_eq!(c.len(), 2);
+                let c = c.as_mut_ptr();
+                // SAFETY: the caller's promise. Tile loads read sixteen lines of 64 bytes from an address on, a stride apart.
+                unsafe {
+                    asm!(
+                        "test {fresh}, {fresh}",
+                        "jnz 2f",
+                        "tileloadd tmm0, [{c} + {line}]",
+                        "tileloadd tmm1, [{c} + {line} + 1024]",
+                        "jmp 3f",
+                        "2:",
+                        "tilezero tmm0", "tilezero tmm1",
+                        "3:",
+                        fresh = in(reg) usize::from(job.is_fresh),
+                        c = in(reg) c,
+                        line = in(reg) LINE_BYTES,
+                        out("tmm0") _, out("tmm1") _,
+                        options(nostack, readonly),
+                    );
+                    for step in 0..job.steps {
+                        asm!(
+                            "tileloadd tmm4, [{x} + {line}]",
+                            "tileloadd tmm5, [{w0} + {row}]",
+                            concat!($multiply, " tmm0, tmm5, tmm4"),
+                            "tileloadd tmm6, [{w1} + {row}]",
+                            concat!($multiply, " tmm1, tmm6, tmm4"),
+                            line = in(reg) LINE_BYTES,
+                            x = in(reg) panel.as_ptr().add(step * EDGE),
+                            w0 = in(reg) w0.at(step),
+                            w1 = in(reg) w1.at(step),
+                            row = in(reg) w0.feature_bytes,
+                            out("tmm0") _, out("tmm1") _, out("tmm4") _, out("tmm5") _, out("tmm6") _,
+                            options(nostack, readonly, preserves_flags),
+                        );
+                        between(step);
+                    }
+                    asm!(
+                        "tilestored [{c} + {line}], tmm0",
+                        "tilestored [{c} + {line} + 1024], tmm1",
+                        c = in(reg) c,
+                        line = in(reg) LINE_BYTES,
+                        options(nostack, preserves_flags),
                     );
                 }
             }
@@ -350,8 +402,15 @@ macro_rules! products_by {
             /// One feature tile with one panel.
             ///
             /// # Safety
-            /// As [`four_by_one`].
-            unsafe fn one_by_one(c: &mut $sums, weights: Source, panel: &[Line], steps: usize, is_fresh: bool) {
+            /// As [`two_by_two`], with one tile.
+            unsafe fn one_by_one(
+                c: &mut $sums,
+                weights: Source,
+                panel: &[Line],
+                steps: usize,
+                is_fresh: bool,
+                mut between: impl FnMut(usize),
+            ) {
                 // SAFETY: the caller's promise. Tile loads read sixteen lines of 64 bytes from an address on, a stride apart.
                 unsafe {
                     asm!(
@@ -362,24 +421,31 @@ macro_rules! products_by {
                         "2:",
                         "tilezero tmm0",
                         "3:",
-                        "tileloadd tmm4, [{x} + {line}]",
-                        "tileloadd tmm5, [{w} + {row}]",
-                        concat!($multiply, " tmm0, tmm5, tmm4"),
-                        "add {w}, {step}",
-                        "add {x}, 1024",
-                        "dec {steps}",
-                        "jnz 3b",
-                        "tilestored [{c} + {line}], tmm0",
                         fresh = in(reg) usize::from(is_fresh),
+                        c = in(reg) &raw const *c,
+                        line = in(reg) LINE_BYTES,
+                        out("tmm0") _,
+                        options(nostack, readonly),
+                    );
+                    for step in 0..steps {
+                        asm!(
+                            "tileloadd tmm4, [{x} + {line}]",
+                            "tileloadd tmm5, [{w} + {row}]",
+                            concat!($multiply, " tmm0, tmm5, tmm4"),
+                            line = in(reg) LINE_BYTES,
+                            x = in(reg) panel.as_ptr().add(step * EDGE),
+                            w = in(reg) weights.at(step),
+                            row = in(reg) weights.feature_bytes,
+                            out("tmm0") _, out("tmm4") _, out("tmm5") _,
+                            options(nostack, readonly, preserves_flags),
+                        );
+                        between(step);
+                    }
+                    asm!(
+                        "tilestored [{c} + {line}], tmm0",
                         c = in(reg) &raw mut *c,
                         line = in(reg) LINE_BYTES,
-                        x = inout(reg) panel.as_ptr() => _,
-                        w = inout(reg) weights.first => _,
-                        row = in(reg) weights.feature_bytes,
-                        step = in(reg) weights.step_bytes,
-                        steps = inout(reg) steps => _,
-                        out("tmm0") _, out("tmm4") _, out("tmm5") _,
-                        options(nostack),
+                        options(nostack, preserves_flags),
                     );
                 }
             }

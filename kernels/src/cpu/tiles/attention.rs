@@ -189,7 +189,7 @@ impl Group<'_> {
                 let (keys, _) = shape.head(layer, self.kv_head);
                 let (first, second) = keys.split_at(shape.dim_steps * EDGE);
                 let job = Job { tiles, steps: shape.dim_steps, rows: EDGE, is_fresh: true };
-                E::product(&session, scores, &Weights::Lines(&scratch.queries), &[first, second], job);
+                E::product(&session, scores, &Weights::Lines(&scratch.queries), &[first, second], job, |_| ());
             }
             for (tile, running) in running.iter_mut().enumerate() {
                 let softmax = Softmax {
@@ -215,9 +215,9 @@ impl Group<'_> {
                     let weights = Weights::Lines(weights);
                     match values.split_at_checked(EDGE) {
                         Some((first, second)) if !second.is_empty() => {
-                            E::product(&session, sums, &weights, &[first, second], job);
+                            E::product(&session, sums, &weights, &[first, second], job, |_| ());
                         }
-                        _ => E::product(&session, sums, &weights, &[values], job),
+                        _ => E::product(&session, sums, &weights, &[values], job, |_| ()),
                     }
                 }
             }

@@ -6,7 +6,7 @@ use std::arch::is_x86_feature_detected;
 use std::arch::x86_64::*;
 use std::ops::Deref;
 
-use super::wide::{ByteGroup, NibbleGroup, transpose_eighths, transpose_quarters, widened};
+use super::wide::{ByteGroup, NibbleGroup, of_steps, transpose_eighths, transpose_quarters, widened};
 use super::{Avx512Bw, EDGE, Engine, Job, Line, Order, STEP, Tile, Weights};
 use crate::codec::STRIP;
 
@@ -90,9 +90,17 @@ impl Engine for Avx512Bf16 {
         self
     }
 
-    fn product(_proof: &Self, c: &mut [Tile], weights: &Weights<'_>, panels: &[&[Line]], job: Job) {
+    fn product(
+        _proof: &Self,
+        c: &mut [Tile],
+        weights: &Weights<'_>,
+        panels: &[&[Line]],
+        job: Job,
+        between: impl FnMut(usize),
+    ) {
         let Job { tiles, steps, rows, is_fresh } = job;
         assert_eq!(c.len(), panels.len() * tiles);
+        (0..steps).for_each(between);
         for (panel, c) in panels.iter().zip(c.chunks_exact_mut(tiles)) {
             assert!(panel.len() >= steps * EDGE);
             for (tile, c) in c.iter_mut().enumerate() {
@@ -148,6 +156,16 @@ impl Source {
                 Self { first, feature_bytes: *row_bytes, step_bytes: LINE_BYTES }
             }
         }
+    }
+
+    /// Where a step begins.
+    ///
+    /// # Safety
+    /// There is such a step.
+    #[inline(always)]
+    pub(super) unsafe fn at(self, step: usize) -> *const u8 {
+        // SAFETY: the caller's promise: all lines of a step are readable, so they lie in one object.
+        unsafe { self.first.add(step * self.step_bytes) }
     }
 }
 
@@ -324,6 +342,7 @@ fn nibbles(codes: &NibbleGroup, out: &mut [Line], step_lines: usize) {
     let rows = transpose_eighths(vectors);
     // SAFETY: the table is 64 bytes.
     let table = unsafe { _mm512_loadu_si512(NIBBLES.as_ptr().cast()) };
+    let out: [_; 4] = of_steps(out, step_lines);
     for (row, codes) in rows.into_iter().enumerate() {
         // Five bits of each word are looked up; the fifth is the next nibble's and changes nothing.
         let lines = [
@@ -334,7 +353,7 @@ fn nibbles(codes: &NibbleGroup, out: &mut [Line], step_lines: usize) {
         ];
         for (step, line) in lines.into_iter().enumerate() {
             // SAFETY: a line is 64 bytes.
-            unsafe { _mm512_storeu_si512(out[step * step_lines + row].0.as_mut_ptr().cast(), line) }
+            unsafe { _mm512_storeu_si512(out[step][row].0.as_mut_ptr().cast(), line) }
         }
     }
 }
@@ -342,6 +361,7 @@ fn nibbles(codes: &NibbleGroup, out: &mut [Line], step_lines: usize) {
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn bytes(codes: &ByteGroup, out: &mut [Line], step_lines: usize) {
     let (quarter_tiles, _) = codes.as_chunks::<64>();
+    let out: [_; 4] = of_steps(out, step_lines);
     for half in 0..2 {
         // Four tiles, 64 columns, each with sixteen bytes of rows 0 to 3, then of rows 4 to 7.
         for four_rows in 0..2 {
@@ -363,8 +383,7 @@ fn bytes(codes: &ByteGroup, out: &mut [Line], step_lines: usize) {
                 {
                     // SAFETY: a line is 64 bytes.
                     unsafe {
-                        let place = &mut out[(2 * half + step) * step_lines + row];
-                        _mm512_storeu_si512(place.0.as_mut_ptr().cast(), line);
+                        _mm512_storeu_si512(out[2 * half + step][row].0.as_mut_ptr().cast(), line);
                     }
                 }
             }

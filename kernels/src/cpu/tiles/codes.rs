@@ -4,12 +4,13 @@
 //! are in the nearest cache. A group's product is exact on every engine, and groups are added in ascending order, so engines
 //! agree to the bit and a row's result does not depend on the rows beside it.
 
+use minnow_common::Encoding;
+
 use super::panels::PanelsView;
-use super::product::{Scratch, StoredGroups};
+use super::product::{FEW_TILES, Features, Scratch, StoredGroups};
 use super::wide::{BYTE_OFFSET, NIBBLE_OFFSET};
-use super::{BLOCK_FEATURES, BLOCK_TILES, CODE_STEPS, CodeEngine, Codes, Dots, EDGE, Line, Order, RowCodes, Tile};
+use super::{CODE_STEPS, CodeEngine, Codes, Dots, EDGE, Line, RowCodes, Tile};
 use crate::codec::STRIP;
-use crate::matrix::WeightMatrix;
 
 /// A piece of work written over [`CodeEngine`].
 pub(super) trait CodeWork {
@@ -18,44 +19,36 @@ pub(super) trait CodeWork {
     fn run<E: CodeEngine>(self, engine: E) -> Self::Output;
 }
 
-/// [`super::product::products`] of codes, rounded to BF16. `w` has codes in groups.
+/// [`super::product::products`] of codes, rounded to BF16. The matrix has codes in groups.
 pub(super) fn products<E: CodeEngine>(
     engine: E,
     session: &E::Session,
     sums: &mut [Tile],
-    w: &WeightMatrix<'_>,
-    first: usize,
+    features: Features<'_>,
     x: PanelsView<'_>,
     scratch: &mut Scratch,
 ) {
     let wide = engine.wide();
-    let features = BLOCK_FEATURES.min(w.rows() - first);
-    let tiles = features.div_ceil(EDGE);
-    let groups = w.cols() / Order::SPAN;
-    assert!(sums.len() == x.count() * tiles && x.steps == groups * CODE_STEPS);
+    let tiles = features.tiles();
+    let stored = StoredGroups::of(&features);
+    assert!(sums.len() == x.count() * tiles && x.steps == stored.groups * CODE_STEPS);
     let (step_lines, Scratch { lines, dots, .. }) = (tiles * EDGE, scratch);
-    lines.resize(CODE_STEPS * step_lines, Line::ZERO);
     dots.resize(2 * tiles, Dots::ZERO);
     sums.fill(Tile::ZERO);
-    let stored = StoredGroups::of(w, first, features);
-    for group in 0..groups {
-        let mut offset = NIBBLE_OFFSET;
-        for strip in 0..stored.strips {
-            let codes = stored.codes(strip, group);
-            if group + 1 < groups {
-                wide.prefetch(stored.codes(strip, group + 1));
-            }
-            let out = &mut lines[strip * STRIP..];
-            if let Ok(nibbles) = codes.try_into() {
-                wide.nibble_codes(nibbles, E::FORM, out, step_lines);
-            } else {
-                let bytes = codes.try_into().expect("codes have four bits or eight");
-                wide.byte_codes(bytes, E::FORM, out, step_lines);
-                offset = BYTE_OFFSET;
-            }
+    let offset = if features.w.encoding() == Encoding::I4Mma { NIBBLE_OFFSET } else { BYTE_OFFSET };
+    let decode = |strip: usize, group: usize, lines: &mut [Line]| {
+        wide.prefetch(stored.next_codes(strip, group));
+        let (codes, out) = (stored.codes(strip, group), &mut lines[strip * STRIP..]);
+        if let Ok(nibbles) = codes.try_into() {
+            wide.nibble_codes(nibbles, E::FORM, out, step_lines);
+        } else {
+            let bytes = codes.try_into().expect("codes have four bits or eight");
+            wide.byte_codes(bytes, E::FORM, out, step_lines);
         }
-        // Beyond the last strip, codes are anything and scales zero.
-        let mut scales = [[0.0; EDGE]; BLOCK_TILES];
+    };
+    stored.in_turn(lines, CODE_STEPS, step_lines, decode, |group, lines, decode_next| {
+        // Beyond the last strip, codes are zero and scales too.
+        let mut scales = [[0.0; EDGE]; FEW_TILES];
         for (tile, scales) in scales.iter_mut().enumerate().take(tiles) {
             *scales = wide.widened([stored.scales(2 * tile, group), stored.scales(2 * tile + 1, group)]);
         }
@@ -65,27 +58,33 @@ pub(super) fn products<E: CodeEngine>(
                 lines: x.steps_of(2 * pair + index, group * CODE_STEPS, CODE_STEPS),
                 scales: x.scales_of(2 * pair + index, group),
             };
+            let between = |step| {
+                if pair == 0 {
+                    decode_next(step);
+                }
+            };
             if sums.len() > tiles {
-                E::add_group(session, sums, &weights, &[rows(0), rows(1)], dots);
+                E::add_group(session, sums, &weights, &[rows(0), rows(1)], dots, between);
             } else {
-                E::add_group(session, sums, &weights, &[rows(0)], dots);
+                E::add_group(session, sums, &weights, &[rows(0)], dots, between);
             }
         }
-    }
+    });
     sums.iter_mut().for_each(|tile| wide.round(tile));
 }
 
 #[cfg(test)]
 mod tests {
     use half::f16;
-    use minnow_common::{Encoding, Shape, TensorSpec};
+    use minnow_common::{Shape, TensorSpec};
 
     use super::super::panels::Narrowed;
-    use super::super::{Amx, Avx512Bw, Avx512Vnni, CODE_STEP, CodeBytes, Plan};
+    use super::super::{Amx, Avx512Bw, Avx512Vnni, CODE_STEP, CodeBytes, Order, Plan};
     use super::*;
     use crate::codec;
     use crate::conformance::random;
     use crate::cpu::{Isa, experts_int8};
+    use crate::matrix::WeightMatrix;
     use crate::oracle::linear_int8;
 
     /// What [`products`] makes of all features and rows: `[rows, features]`.
@@ -105,15 +104,15 @@ mod tests {
         let x = PanelsView { lines: &lines, steps, rows, scales: &scales };
         let mut out = vec![0.0; rows * w.rows()];
         let mut scratch = Scratch::default();
-        for first in (0..w.rows()).step_by(BLOCK_FEATURES) {
-            let features = BLOCK_FEATURES.min(w.rows() - first);
-            let tiles = features.div_ceil(EDGE);
+        let blocks = std::iter::successors(Some(Features::of(w, 0)), |features| features.following());
+        for features in blocks {
+            let tiles = features.tiles();
             let mut sums = vec![Tile([[f32::NAN; EDGE]; EDGE]); x.count() * tiles];
-            products(engine, &session, &mut sums, w, first, x, &mut scratch);
+            products(engine, &session, &mut sums, features.before(features.following()), x, &mut scratch);
             for row in 0..rows {
-                for feature in 0..features {
+                for feature in 0..features.count {
                     let tile = &sums[row / EDGE * tiles + feature / EDGE];
-                    out[row * w.rows() + first + feature] = tile.0[feature % EDGE][row % EDGE];
+                    out[row * w.rows() + features.first + feature] = tile.0[feature % EDGE][row % EDGE];
                 }
             }
         }
@@ -137,7 +136,15 @@ mod tests {
             self
         }
 
-        fn add_group(session: &Self, sums: &mut [Tile], weights: &Codes<'_>, rows: &[RowCodes<'_>], dots: &mut [Dots]) {
+        fn add_group(
+            session: &Self,
+            sums: &mut [Tile],
+            weights: &Codes<'_>,
+            rows: &[RowCodes<'_>],
+            dots: &mut [Dots],
+            between: impl FnMut(usize),
+        ) {
+            (0..CODE_STEPS).for_each(between);
             let tiles = weights.scales.len();
             let code = |line: &Line, byte: usize| i32::from(line.0[byte / 2].to_le_bytes()[byte % 2] as i8);
             for (index, (sum, dots)) in sums.iter_mut().zip(dots).enumerate() {

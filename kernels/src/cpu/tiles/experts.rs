@@ -4,7 +4,7 @@ use rayon::prelude::*;
 
 use super::codes::{self, CodeWork};
 use super::panels::{Narrowed, PanelsView};
-use super::product::{self, Scratch, tiles_of};
+use super::product::{self, Features, Scratch};
 use super::reuse::Lines;
 use super::{
     Avx512Bw, BLOCK_FEATURES, CODE_STEP, CODE_STEPS, CodeEngine, EDGE, Engine, Line, Order, Plan, STEP, Tile, Work,
@@ -15,7 +15,6 @@ use crate::cpu::columns::column_blocks;
 use crate::cpu::elementwise::SwigluInPlace;
 use crate::cpu::experts::{Expert, Used};
 use crate::cpu::kept::with_kept;
-use crate::matrix::WeightMatrix;
 
 /// Rows that an expert takes at a time: they and what becomes of them stay in the second cache. Weights are decoded once
 /// for as many.
@@ -89,8 +88,7 @@ trait Arithmetic: Copy + Send + Sync {
         self,
         session: &Self::Session,
         sums: &mut [Tile],
-        w: &WeightMatrix<'_>,
-        first: usize,
+        features: Features<'_>,
         x: PanelsView<'_>,
         scratch: &mut Scratch,
     );
@@ -129,12 +127,11 @@ impl<E: Engine> Arithmetic for Rounded<E> {
         self,
         session: &E::Session,
         sums: &mut [Tile],
-        w: &WeightMatrix<'_>,
-        first: usize,
+        features: Features<'_>,
         x: PanelsView<'_>,
         scratch: &mut Scratch,
     ) {
-        product::products(self.0, session, sums, w, first, x, scratch);
+        product::products(self.0, session, sums, features, x, scratch);
     }
 
     fn pack(
@@ -180,12 +177,11 @@ impl<E: CodeEngine> Arithmetic for Quantized<E> {
         self,
         session: &E::Session,
         sums: &mut [Tile],
-        w: &WeightMatrix<'_>,
-        first: usize,
+        features: Features<'_>,
         x: PanelsView<'_>,
         scratch: &mut Scratch,
     ) {
-        codes::products(self.0, session, sums, w, first, x, scratch);
+        codes::products(self.0, session, sums, features, x, scratch);
     }
 
     fn pack(self, values: &[[f32; EDGE]], columns: &[u8; Order::SPAN], panel: &mut [Line], scales: &mut [[f32; EDGE]]) {
@@ -275,27 +271,32 @@ impl Experts<'_> {
         let blocks = column_blocks(out, hidden, BLOCK_FEATURES);
         blocks.into_par_iter().enumerate().for_each(|(block, columns)| {
             let session = arithmetic.begin();
-            let first = block * BLOCK_FEATURES;
+            let block = block * BLOCK_FEATURES..hidden.min((block + 1) * BLOCK_FEATURES);
             let add = |DownScratch { sums, products: scratch }: &mut DownScratch| {
                 let mut columns = columns;
-                for share in &shares {
-                    let w = &share.expert.down;
-                    let tiles = tiles_of(w, first);
+                for (index, share) in shares.iter().enumerate() {
                     let rows = share.rows.len();
                     let panels = PanelsView { lines: share.gated, steps: gated_steps, rows, scales: share.scales };
-                    sums.resize(panels.count() * tiles, Tile::ZERO);
-                    arithmetic.products(&session, sums, w, first, panels, scratch);
-                    for (index, tile) in sums.iter().enumerate() {
-                        let (panel, tile_of_block) = (index / tiles, index % tiles);
-                        let by_row = arithmetic.wide().transposed(tile);
-                        for (row, values) in by_row.0.iter().enumerate().take(panels.rows_of(panel)) {
-                            let place = panel * EDGE + row;
-                            let out = columns.row_mut(share.rows[place] as usize);
-                            let out = &mut out[tile_of_block * EDGE..];
-                            let width = out.len().min(EDGE);
-                            let weight = weights[share.slots[place] as usize];
-                            arithmetic.wide().add_weighted(&mut out[..width], weight, values);
+                    let of_next = shares.get(index + 1).map(|share| Features::of(&share.expert.down, block.start));
+                    let mut features = Features::of(&share.expert.down, block.start);
+                    loop {
+                        let following = features.following().filter(|following| following.first < block.end);
+                        let tiles = features.tiles();
+                        sums.resize(panels.count() * tiles, Tile::ZERO);
+                        arithmetic.products(&session, sums, features.before(following.or(of_next)), panels, scratch);
+                        for (index, tile) in sums.iter().enumerate() {
+                            let (panel, column) = (index / tiles, features.first - block.start + index % tiles * EDGE);
+                            let by_row = arithmetic.wide().transposed(tile);
+                            for (row, values) in by_row.0.iter().enumerate().take(panels.rows_of(panel)) {
+                                let place = panel * EDGE + row;
+                                let out = &mut columns.row_mut(share.rows[place] as usize)[column..];
+                                let width = out.len().min(EDGE);
+                                let weight = weights[share.slots[place] as usize];
+                                arithmetic.wide().add_weighted(&mut out[..width], weight, values);
+                            }
                         }
+                        let Some(following) = following else { break };
+                        features = following;
                     }
                 }
             };
@@ -340,12 +341,13 @@ impl GateTask<'_> {
         gated.resize(view.count() * padded, [0.0; EDGE]);
         // What lies beyond `inner` has to be zero, for it is multiplied with zeros: NaN would stay.
         gated.chunks_exact_mut(padded).for_each(|panel| panel[inner..].fill([0.0; EDGE]));
-        for first in (0..inner).step_by(BLOCK_FEATURES) {
-            let tiles = tiles_of(&expert.gate, first);
+        for first in (0..inner).step_by(Features::together(&expert.gate)) {
+            let [of_gate, of_up] = [&expert.gate, &expert.up].map(|w| Features::of(w, first));
+            let tiles = of_gate.tiles();
             gate.resize(view.count() * tiles, Tile::ZERO);
             up.resize(view.count() * tiles, Tile::ZERO);
-            arithmetic.products(session, gate, &expert.gate, first, view, of_products);
-            arithmetic.products(session, up, &expert.up, first, view, of_products);
+            arithmetic.products(session, gate, of_gate.before(Some(of_up)), view, of_products);
+            arithmetic.products(session, up, of_up.before(of_gate.following()), view, of_products);
             for (index, (gate, up)) in gate.iter_mut().zip(&*up).enumerate() {
                 let (panel, tile) = (index / tiles, index % tiles);
                 let swiglu = SwigluInPlace { gate: gate.0.as_flattened_mut(), up: up.0.as_flattened() };

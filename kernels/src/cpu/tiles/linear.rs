@@ -3,15 +3,30 @@
 use rayon::prelude::*;
 
 use super::panels::{Narrowed, Panels, PanelsView};
-use super::product::{Scratch, products, tiles_of};
+use super::product::{Features, PANELS_IN_PLACE, Scratch, products};
 use super::{BLOCK_FEATURES, EDGE, Engine, Plan, Tile, Work, on_engine};
 use crate::cpu::Isa;
 use crate::cpu::columns::{ColumnBlock, column_blocks};
 use crate::cpu::kept::with_kept;
 use crate::matrix::WeightMatrix;
 
-/// Panels that are multiplied with a block of features before the next block: their sums stay in the second cache.
-const PANELS_TOGETHER: usize = 64;
+/// Tiles of sums that are known before they are written: they stay in the second cache.
+const TILES_TOGETHER: usize = 512;
+/// Bytes of lines of BF16 that many rows pass: they stay in the second cache too, and the more features there are, the less
+/// often rows are read.
+const PASSED_BYTES: usize = 1 << 20;
+/// Features that many rows pass at most.
+const PASSED_FEATURES: usize = 256;
+
+/// Features that a task computes.
+fn features_a_task(w: &WeightMatrix<'_>, panels: usize) -> usize {
+    let together = Features::together(w);
+    if Plan::of(w) != Plan::Bf16 || panels <= PANELS_IN_PLACE {
+        return together;
+    }
+    let fitting = PASSED_FEATURES.min(PASSED_BYTES / (2 * w.cols())).min(w.rows() / rayon::current_num_threads());
+    (fitting / BLOCK_FEATURES).max(1) * BLOCK_FEATURES
+}
 
 /// As [`crate::cpu::linear`].
 pub(in crate::cpu) fn linear(isa: Isa, out: &mut [f32], x: &[f32], w: &WeightMatrix<'_>) {
@@ -31,13 +46,13 @@ impl Work for Linear<'_> {
         let Self { out, x, w } = self;
         let narrowed = Narrowed::new(engine.vectors(), x, w.cols(), Plan::of(w).order());
         let panels = Panels::all(*engine.vectors(), &narrowed);
-        let blocks = column_blocks(out, w.rows(), BLOCK_FEATURES);
         let view = panels.view();
+        let count = features_a_task(w, view.count());
+        let blocks = column_blocks(out, w.rows(), count);
         blocks.into_par_iter().enumerate().for_each(|(block, mut columns)| {
             let session = engine.begin();
-            with_kept!(LinearScratch, |scratch| {
-                block_rows(engine, &session, &mut columns, w, block * BLOCK_FEATURES, view, scratch);
-            });
+            let features = Features::up_to(w, block * count, count);
+            with_kept!(LinearScratch, |scratch| block_rows(engine, &session, &mut columns, features, view, scratch));
         });
     }
 }
@@ -48,21 +63,24 @@ struct LinearScratch {
     products: Scratch,
 }
 
-/// Writes products of the block of features that starts at `first`, row-major, into as many columns.
+/// Writes products of some features, row-major, into as many columns.
 fn block_rows<E: Engine>(
     engine: E,
     session: &E::Session,
     columns: &mut ColumnBlock<'_>,
-    w: &WeightMatrix<'_>,
-    first: usize,
+    features: Features<'_>,
     x: PanelsView<'_>,
     scratch: &mut LinearScratch,
 ) {
-    let tiles = tiles_of(w, first);
-    for first_panel in (0..x.count()).step_by(PANELS_TOGETHER) {
-        let part = x.part(first_panel, PANELS_TOGETHER);
+    let tiles = features.tiles();
+    let panels = (TILES_TOGETHER / tiles).next_multiple_of(2);
+    for first_panel in (0..x.count()).step_by(panels) {
+        let part = x.part(first_panel, panels);
+        // Neighbours go to one thread, one after the other.
+        let is_last = first_panel + panels >= x.count();
+        let features = features.before(features.following().filter(|_| is_last));
         scratch.sums.resize(part.count() * tiles, Tile::ZERO);
-        products(engine, session, &mut scratch.sums, w, first, part, &mut scratch.products);
+        products(engine, session, &mut scratch.sums, features, part, &mut scratch.products);
         for (index, tile) in scratch.sums.iter().enumerate() {
             let (panel, tile_of_block) = (index / tiles, index % tiles);
             let by_row = engine.vectors().transposed(tile);
@@ -111,11 +129,14 @@ impl HeadInput {
 
             fn run<E: Engine>(self, engine: E) {
                 let session = engine.begin();
-                let blocks = column_blocks(self.out, self.tokens, BLOCK_FEATURES);
+                let count = features_a_task(self.head, self.x.count());
+                let blocks = column_blocks(self.out, self.tokens, count);
                 with_kept!(LinearScratch, |scratch| {
                     for (block, mut columns) in blocks.into_iter().enumerate() {
-                        let first = self.first_token + block * BLOCK_FEATURES;
-                        block_rows(engine, &session, &mut columns, self.head, first, self.x, scratch);
+                        let first = block * count;
+                        let count = count.min(self.tokens - first);
+                        let features = Features::up_to(self.head, self.first_token + first, count);
+                        block_rows(engine, &session, &mut columns, features, self.x, scratch);
                     }
                 });
             }

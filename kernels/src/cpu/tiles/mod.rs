@@ -52,10 +52,8 @@ const STEP: usize = 32;
 const CODE_STEP: usize = 64;
 /// Steps of a group of columns, where codes are multiplied.
 const CODE_STEPS: usize = Order::SPAN / CODE_STEP;
-/// Feature tiles of a block: what is decoded together, and multiplied while it is in the nearest cache.
-const BLOCK_TILES: usize = 4;
-/// Features of a block.
-const BLOCK_FEATURES: usize = BLOCK_TILES * EDGE;
+/// Features that a task computes at least.
+const BLOCK_FEATURES: usize = 64;
 
 /// 32 BF16 that are loaded together, columns of one feature or one pair of columns of sixteen rows; or 64 codes, columns of
 /// one feature or four columns of sixteen rows.
@@ -110,7 +108,16 @@ trait Engine: Copy + Send + Sync {
     /// `c[panel][tile] += products of the weights' tile with the panel`, or `=` if `is_fresh`, over all steps.
     ///
     /// `c` has `panels.len() * tiles` tiles; there are one or two panels, of `steps` steps and `rows` used rows each.
-    fn product(session: &Self::Session, c: &mut [Tile], weights: &Weights<'_>, panels: &[&[Line]], job: Job);
+    /// `between` is called once for each step, in ascending order, with work that is independent of the products and may
+    /// hide their latency. It does not multiply.
+    fn product(
+        session: &Self::Session,
+        c: &mut [Tile],
+        weights: &Weights<'_>,
+        panels: &[&[Line]],
+        job: Job,
+        between: impl FnMut(usize),
+    );
 
     /// Multiplies and adds registers only, `rounds` times, and returns how many operations that were.
     fn multiply_only(self, rounds: usize) -> usize;
@@ -132,12 +139,14 @@ trait CodeEngine: Copy + Send + Sync {
 
     /// `sums[panel][tile][f][r] += float(product of row r with feature f) * (row scale * scale)`, each operation rounded,
     /// over a group of columns. There are one or two panels; `dots` has as many tiles as `sums`, for what lies between.
+    /// `between` as in [`Engine::product`], for [`CODE_STEPS`] steps.
     fn add_group(
         session: &Self::Session,
         sums: &mut [Tile],
         weights: &Codes<'_>,
         rows: &[RowCodes<'_>],
         dots: &mut [Dots],
+        between: impl FnMut(usize),
     );
 }
 

@@ -1,5 +1,7 @@
 //! Products of a block of features with panels: how each stored form becomes lines, and what is multiplied when.
 
+use std::ops::Range;
+
 use minnow_common::Encoding;
 
 use super::avx512::Avx512Bf16;
@@ -12,9 +14,9 @@ use crate::matrix::WeightMatrix;
 
 /// Steps of a group of codes.
 const GROUP_STEPS: usize = Order::SPAN / STEP;
-/// Steps of weights in place that are multiplied before the next are asked for: as many as keep a block's part of all
-/// its rows within half of a nearest cache.
-const PLACE_STEPS: usize = 8;
+/// Panels up to which BF16 is read where it is stored. For more it becomes lines first: loads from rows a power of two apart
+/// cost more than copying them, unless each is loaded once.
+pub(super) const PANELS_IN_PLACE: usize = 2;
 
 /// Memory of a thread, used again and again.
 #[derive(Default)]
@@ -25,34 +27,85 @@ pub(super) struct Scratch {
     decoded: Vec<f32>,
 }
 
-/// Feature tiles of the block of `w` that starts at feature `first`.
-pub(super) fn tiles_of(w: &WeightMatrix<'_>, first: usize) -> usize {
-    BLOCK_FEATURES.min(w.rows() - first).div_ceil(EDGE)
+/// Feature tiles that are multiplied together where lines are few or none: codes that are decoded group by group, and BF16 in
+/// place. Two, which with two panels are all the sums that an engine can keep. Rows of codes, and of BF16, lie a power of two
+/// apart, so more of them would push each other, and the lines that they become, out of the same sets of the nearest cache.
+pub(super) const FEW_TILES: usize = 2;
+
+/// Some features of a matrix, multiplied together.
+#[derive(Clone, Copy)]
+pub(super) struct Features<'a> {
+    pub(super) w: &'a WeightMatrix<'a>,
+    pub(super) first: usize,
+    pub(super) count: usize,
+    /// As they are stored, what is multiplied next, to be asked for meanwhile: anything.
+    next: &'a [u8],
 }
 
-/// `sums = products of features first.. of w with x`; `sums: [x's panels][tiles_of(w, first)]`. Features that the
-/// matrix does not have come out as zero, rows that a panel does not have as anything.
+impl<'a> Features<'a> {
+    /// How many are multiplied together, a divisor of [`BLOCK_FEATURES`].
+    pub(super) fn together(w: &WeightMatrix<'_>) -> usize {
+        match Plan::of(w) {
+            Plan::Bf16 | Plan::Groups(_) => FEW_TILES * EDGE,
+            Plan::Decoded => BLOCK_FEATURES,
+        }
+    }
+
+    /// As many from `first` on, or what is left.
+    pub(super) fn of(w: &'a WeightMatrix<'a>, first: usize) -> Self {
+        Self::up_to(w, first, Self::together(w))
+    }
+
+    /// `count` from `first` on, or what is left.
+    pub(super) fn up_to(w: &'a WeightMatrix<'a>, first: usize, count: usize) -> Self {
+        Self { w, first, count: count.min(w.rows() - first), next: &[] }
+    }
+
+    /// The same, before others.
+    pub(super) fn before(self, next: Option<Self>) -> Self {
+        Self { next: next.map_or(&[], |next| next.bytes()), ..self }
+    }
+
+    /// As many of the same matrix, those that follow.
+    pub(super) fn following(self) -> Option<Self> {
+        let first = self.first + self.count;
+        (first < self.w.rows()).then(|| Self::up_to(self.w, first, self.count))
+    }
+
+    /// As they are stored. (Rows, and strips of rows, follow each other in every encoding.)
+    fn bytes(&self) -> &'a [u8] {
+        let row_bytes = self.w.data().len() / self.w.rows();
+        &self.w.data()[self.first * row_bytes..][..self.count * row_bytes]
+    }
+
+    pub(super) fn tiles(&self) -> usize {
+        self.count.div_ceil(EDGE)
+    }
+}
+
+/// `sums = products of some features with x`; `sums: [x's panels][tiles]`. Features that the matrix does not have come out as
+/// zero, rows that a panel does not have as anything.
 pub(super) fn products<E: Engine>(
     engine: E,
     session: &E::Session,
     sums: &mut [Tile],
-    w: &WeightMatrix<'_>,
-    first: usize,
+    features: Features<'_>,
     x: PanelsView<'_>,
     scratch: &mut Scratch,
 ) {
-    let features = BLOCK_FEATURES.min(w.rows() - first);
-    let tiles = features.div_ceil(EDGE);
+    let (w, tiles) = (features.w, features.tiles());
     assert!(sums.len() == x.count() * tiles && x.steps == w.cols().div_ceil(STEP));
-    let block = Block { w, first, features, tiles, x };
+    let block = Block { features, tiles, x };
     match Plan::of(w) {
         Plan::Groups(_) => block.groups::<E>(engine.vectors(), session, sums, scratch),
-        Plan::Bf16 if E::READS_ROWS && x.count() <= 2 && features == tiles * EDGE && w.cols().is_multiple_of(STEP) => {
+        Plan::Bf16
+            if E::READS_ROWS && x.count() <= 2 && features.count == tiles * EDGE && w.cols().is_multiple_of(STEP) =>
+        {
             block.in_place::<E>(engine.vectors(), session, sums);
         }
         plan => {
             block.lines(engine.vectors(), plan, scratch);
-            block.multiply::<E>(session, sums, &Weights::Lines(&scratch.lines), 0, x.steps, true);
+            block.multiply::<E>(session, sums, &Weights::Lines(&scratch.lines), |_| ());
             if w.encoding() == Encoding::Nvfp4 {
                 sums.iter_mut().flat_map(|tile| tile.0.as_flattened_mut()).for_each(|sum| *sum *= w.global_scale());
             }
@@ -60,124 +113,110 @@ pub(super) fn products<E: Engine>(
     }
 }
 
-/// Some features of a matrix, and what they are multiplied with.
+/// Some features, and what they are multiplied with.
 struct Block<'a> {
-    w: &'a WeightMatrix<'a>,
-    first: usize,
-    features: usize,
+    features: Features<'a>,
     tiles: usize,
     x: PanelsView<'a>,
 }
 
 impl Block<'_> {
-    /// Adds products over some steps to `sums`, two panels at a time.
+    /// `sums = products`, two panels at a time; `between` is called for the steps of each.
     fn multiply<E: Engine>(
         &self,
         session: &E::Session,
         sums: &mut [Tile],
         weights: &Weights<'_>,
-        first_step: usize,
-        steps: usize,
-        is_fresh: bool,
+        mut between: impl FnMut(usize),
     ) {
         for (pair, sums) in sums.chunks_mut(2 * self.tiles).enumerate() {
-            let panel = |index| self.x.steps_of(2 * pair + index, first_step, steps);
-            let rows = self.x.rows_of(2 * pair);
-            let job = Job { tiles: self.tiles, steps, rows, is_fresh };
-            if sums.len() > self.tiles {
-                E::product(session, sums, weights, &[panel(0), panel(1)], job);
-            } else {
-                E::product(session, sums, weights, &[panel(0)], job);
-            }
+            self.multiply_pair::<E>(session, sums, weights, pair, 0..self.x.steps, &mut between);
+        }
+    }
+
+    /// `sums = products` over some steps, with one pair of panels, or the last alone.
+    fn multiply_pair<E: Engine>(
+        &self,
+        session: &E::Session,
+        sums: &mut [Tile],
+        weights: &Weights<'_>,
+        pair: usize,
+        steps: Range<usize>,
+        between: impl FnMut(usize),
+    ) {
+        let panel = |index| self.x.steps_of(2 * pair + index, steps.start, steps.len());
+        let job = Job { tiles: self.tiles, steps: steps.len(), rows: self.x.rows_of(2 * pair), is_fresh: true };
+        if sums.len() > self.tiles {
+            E::product(session, sums, weights, &[panel(0), panel(1)], job, between);
+        } else {
+            E::product(session, sums, weights, &[panel(0)], job, between);
         }
     }
 
     /// Codes in groups: each group's sum is scaled and added.
     fn groups<E: Engine>(&self, vectors: Avx512Bf16, session: &E::Session, sums: &mut [Tile], scratch: &mut Scratch) {
-        let (w, step_lines) = (self.w, self.tiles * EDGE);
-        let groups = w.cols() / Order::SPAN;
-        scratch.lines.resize(GROUP_STEPS * step_lines, Line::ZERO);
-        if !self.features.is_multiple_of(EDGE) {
-            // An odd number of strips leaves half a tile: those lines stay zero.
-            scratch.lines.fill(Line::ZERO);
-        }
-        scratch.tiles.resize(2 * self.tiles, Tile::ZERO);
+        let stored = StoredGroups::of(&self.features);
+        let step_lines = self.tiles * EDGE;
+        let Scratch { lines, tiles: of_group, .. } = scratch;
+        of_group.resize(2 * self.tiles, Tile::ZERO);
         sums.fill(Tile::ZERO);
-        let stored = StoredGroups::of(w, self.first, self.features);
-        for group in 0..groups {
-            for strip in 0..stored.strips {
-                let codes_of_group = stored.codes(strip, group);
-                if group + 1 < groups {
-                    vectors.prefetch(stored.codes(strip, group + 1));
-                }
-                let out = &mut scratch.lines[strip * STRIP..];
-                if let Ok(nibbles) = codes_of_group.try_into() {
-                    vectors.nibbles(nibbles, out, step_lines);
-                } else {
-                    let bytes = codes_of_group.try_into().expect("codes have four bits or eight");
-                    vectors.bytes(bytes, out, step_lines);
-                }
+        let decode = |strip: usize, group: usize, lines: &mut [Line]| {
+            vectors.prefetch(stored.next_codes(strip, group));
+            let (codes, out) = (stored.codes(strip, group), &mut lines[strip * STRIP..]);
+            if let Ok(nibbles) = codes.try_into() {
+                vectors.nibbles(nibbles, out, step_lines);
+            } else {
+                let bytes = codes.try_into().expect("codes have four bits or eight");
+                vectors.bytes(bytes, out, step_lines);
             }
+        };
+        stored.in_turn(lines, GROUP_STEPS, step_lines, decode, |group, lines, decode_next| {
+            let steps = group * GROUP_STEPS..(group + 1) * GROUP_STEPS;
             for (pair, sums) in sums.chunks_mut(2 * self.tiles).enumerate() {
-                let panel = |index| self.x.steps_of(2 * pair + index, group * GROUP_STEPS, GROUP_STEPS);
-                let rows = self.x.rows_of(2 * pair);
-                let job = Job { tiles: self.tiles, steps: GROUP_STEPS, rows, is_fresh: true };
-                let c = &mut scratch.tiles[..sums.len()];
-                let lines = Weights::Lines(&scratch.lines);
-                if sums.len() > self.tiles {
-                    E::product(session, c, &lines, &[panel(0), panel(1)], job);
-                } else {
-                    E::product(session, c, &lines, &[panel(0)], job);
-                }
+                let c = &mut of_group[..sums.len()];
+                self.multiply_pair::<E>(session, c, &Weights::Lines(lines), pair, steps.clone(), |step| {
+                    if pair == 0 {
+                        decode_next(step);
+                    }
+                });
                 for (index, (sum, c)) in sums.iter_mut().zip(c).enumerate() {
                     let strip = 2 * (index % self.tiles);
                     vectors.add_scaled(sum, c, [stored.scales(strip, group), stored.scales(strip + 1, group)]);
                 }
             }
-        }
+        });
     }
 
-    /// BF16 from where it is stored.
+    /// BF16 from where it is stored, while the next is asked for.
     fn in_place<E: Engine>(&self, vectors: Avx512Bf16, session: &E::Session, sums: &mut [Tile]) {
-        let row_bytes = 2 * self.w.cols();
-        let rows = |first: usize| &self.w.data()[first * row_bytes..];
-        let line_bytes = size_of::<Line>();
-        for first_step in (0..self.x.steps).step_by(PLACE_STEPS) {
-            let steps = PLACE_STEPS.min(self.x.steps - first_step);
-            // What comes next: further columns of these rows, or the first ones of the rows of the next block.
-            let next_step = first_step + steps;
-            let (next_rows, next_byte) = if next_step < self.x.steps {
-                (self.first, next_step * line_bytes)
-            } else {
-                (self.first + self.features, 0)
-            };
-            for row in next_rows..self.w.rows().min(next_rows + self.features) {
-                let columns = &self.w.data()[row * row_bytes..][next_byte..row_bytes];
-                vectors.prefetch(&columns[..columns.len().min(PLACE_STEPS * line_bytes)]);
-            }
-            let bytes = &rows(self.first)[first_step * line_bytes..];
-            self.multiply::<E>(session, sums, &Weights::Rows { bytes, row_bytes }, first_step, steps, first_step == 0);
-        }
+        const LINE_BYTES: usize = size_of::<Line>();
+        let Features { w, next, .. } = self.features;
+        let weights = Weights::Rows { bytes: self.features.bytes(), row_bytes: 2 * w.cols() };
+        let calls = self.x.count().div_ceil(2) * self.x.steps;
+        let lines_a_call = next.len().div_ceil(LINE_BYTES).div_ceil(calls).max(1);
+        let mut next = next.chunks(lines_a_call * LINE_BYTES);
+        self.multiply::<E>(session, sums, &weights, |_| vectors.prefetch(next.next().unwrap_or_default()));
     }
 
     /// Everything as lines `[steps][tiles][16 features]`, in ascending order, zero where the matrix ends.
     fn lines(&self, vectors: Avx512Bf16, plan: Plan, scratch: &mut Scratch) {
-        let (w, cols, steps) = (self.w, self.w.cols(), self.x.steps);
+        let Features { w, first, count, .. } = self.features;
+        let (cols, steps) = (w.cols(), self.x.steps);
         let Scratch { lines, decoded, .. } = scratch;
         lines.resize(steps * self.tiles * EDGE, Line::ZERO);
-        if !self.features.is_multiple_of(EDGE) || !cols.is_multiple_of(STEP) {
+        if !count.is_multiple_of(EDGE) || !cols.is_multiple_of(STEP) {
             lines.fill(Line::ZERO);
         }
         let step_lines = self.tiles * EDGE;
         if plan == Plan::Bf16 {
-            for feature in 0..self.features {
-                let row = &w.data()[(self.first + feature) * 2 * cols..][..2 * cols];
-                let (whole, rest) = row.as_chunks::<{ 2 * STEP }>();
-                for (step, bytes) in whole.iter().enumerate() {
-                    copy_bf16(bytes, &mut lines[step * step_lines + feature]);
-                }
-                if !rest.is_empty() {
-                    copy_bf16(rest, &mut lines[whole.len() * step_lines + feature]);
+            let whole = cols / STEP;
+            for (tile, rows) in self.features.bytes().chunks(EDGE * 2 * cols).enumerate() {
+                let lines = &mut lines[tile * EDGE..];
+                vectors.copy_rows(rows, 2 * cols, whole, lines, step_lines);
+                if !cols.is_multiple_of(STEP) {
+                    for (row, line) in rows.chunks_exact(2 * cols).zip(&mut lines[whole * step_lines..]) {
+                        copy_bf16(&row[whole * 2 * STEP..], line);
+                    }
                 }
             }
             return;
@@ -185,10 +224,10 @@ impl Block<'_> {
         let plain = w.without_global_scale();
         decoded.resize(STRIP * cols, 0.0);
         let mut row_lines = vec![Line::ZERO; steps];
-        for first in (0..self.features).step_by(STRIP) {
-            let decoded = &mut decoded[..STRIP.min(self.features - first) * cols];
-            decode(Isa::Avx512, &plain, self.first + first, decoded);
-            for (feature, row) in (first..).zip(decoded.chunks_exact(cols)) {
+        for strip in (0..count).step_by(STRIP) {
+            let decoded = &mut decoded[..STRIP.min(count - strip) * cols];
+            decode(Isa::Avx512, &plain, first + strip, decoded);
+            for (feature, row) in (strip..).zip(decoded.chunks_exact(cols)) {
                 vectors.narrow(row, Order::Ascending, &mut row_lines);
                 for (step, line) in row_lines.iter().enumerate() {
                     lines[step * step_lines + feature] = *line;
@@ -200,20 +239,64 @@ impl Block<'_> {
 
 /// Where codes and scales of groups of [`Order::SPAN`] lie, of some features.
 pub(super) struct StoredGroups<'a> {
-    w: &'a WeightMatrix<'a>,
-    first_strip: usize,
+    features: &'a Features<'a>,
     pub(super) strips: usize,
-    groups: usize,
+    /// At least one.
+    pub(super) groups: usize,
+    /// Bytes of the codes of a group of a strip.
+    group_bytes: usize,
 }
 
 impl<'a> StoredGroups<'a> {
-    pub(super) fn of(w: &'a WeightMatrix<'a>, first: usize, features: usize) -> Self {
-        Self { w, first_strip: first / STRIP, strips: features / STRIP, groups: w.cols() / Order::SPAN }
+    pub(super) fn of(features: &'a Features<'a>) -> Self {
+        let groups = features.w.cols() / Order::SPAN;
+        let group_bytes = features.w.data().len() / (features.w.rows() / STRIP) / groups;
+        Self { features, strips: features.count / STRIP, groups, group_bytes }
+    }
+
+    /// Calls `work` for each group with its lines, `[steps][step_lines]`, in ascending order. `decode(strip, group, lines)`
+    /// puts a strip into them. The lines of the next group are another buffer, and `work` gets what decodes them: to be
+    /// called once for each step, in any place of its own work, which the processor can then do at the same time.
+    pub(super) fn in_turn(
+        &self,
+        lines: &mut Vec<Line>,
+        steps: usize,
+        step_lines: usize,
+        decode: impl Fn(usize, usize, &mut [Line]),
+        mut work: impl FnMut(usize, &[Line], &mut dyn FnMut(usize)),
+    ) {
+        lines.resize(2 * steps * step_lines, Line::ZERO);
+        if !self.strips.is_multiple_of(2) {
+            // An odd number of strips leaves half a tile: those lines stay zero.
+            lines.fill(Line::ZERO);
+        }
+        let (mut this, mut next) = lines.split_at_mut(steps * step_lines);
+        (0..self.strips).for_each(|strip| decode(strip, 0, this));
+        for group in 0..self.groups {
+            let mut decode_next = |step: usize| {
+                if group + 1 < self.groups {
+                    let strips = self.strips * step / steps..self.strips * (step + 1) / steps;
+                    strips.for_each(|strip| decode(strip, group + 1, next));
+                }
+            };
+            work(group, this, &mut decode_next);
+            std::mem::swap(&mut this, &mut next);
+        }
+    }
+
+    fn place(&self, strip: usize, group: usize) -> usize {
+        (strip * self.groups + group) * self.group_bytes
     }
 
     pub(super) fn codes(&self, strip: usize, group: usize) -> &'a [u8] {
-        let group_bytes = self.w.data().len() / (self.w.rows() / STRIP) / self.groups;
-        &self.w.data()[((self.first_strip + strip) * self.groups + group) * group_bytes..][..group_bytes]
+        let strips = &self.features.w.data()[self.features.first / STRIP * self.groups * self.group_bytes..];
+        &strips[self.place(strip, group)..][..self.group_bytes]
+    }
+
+    /// The same codes of what is multiplied next; fewer or none where that ends earlier.
+    pub(super) fn next_codes(&self, strip: usize, group: usize) -> &'a [u8] {
+        let codes = self.features.next.get(self.place(strip, group)..).unwrap_or_default();
+        &codes[..codes.len().min(self.group_bytes)]
     }
 
     /// FP16; zero beyond the last strip.
@@ -221,7 +304,7 @@ impl<'a> StoredGroups<'a> {
         if strip >= self.strips {
             return &[0; 2 * STRIP];
         }
-        &self.w.scales().as_chunks().0[(self.first_strip + strip) * self.groups + group]
+        &self.features.w.scales().as_chunks().0[(self.features.first / STRIP + strip) * self.groups + group]
     }
 }
 

@@ -39,7 +39,15 @@ impl CodeEngine for Avx512Vnni {
         self
     }
 
-    fn add_group(_proof: &Self, sums: &mut [Tile], weights: &Codes<'_>, rows: &[RowCodes<'_>], _dots: &mut [Dots]) {
+    fn add_group(
+        _proof: &Self,
+        sums: &mut [Tile],
+        weights: &Codes<'_>,
+        rows: &[RowCodes<'_>],
+        _dots: &mut [Dots],
+        between: impl FnMut(usize),
+    ) {
+        (0..CODE_STEPS).for_each(between);
         let tiles = weights.scales.len();
         assert!(sums.len() == rows.len() * tiles && rows.iter().all(|rows| rows.lines.len() == CODE_STEPS * EDGE));
         let lines = Weights::Lines(weights.lines);

@@ -51,6 +51,16 @@ impl Avx512Bw {
         unsafe { pack(panel, rows) }
     }
 
+    /// Copies the first `steps` lines of each of some rows, `row_bytes` apart, to `out[step * step_lines + row]`: step by step,
+    /// for then what is written lies together.
+    pub(super) fn copy_rows(self, rows: &[u8], row_bytes: usize, steps: usize, out: &mut [Line], step_lines: usize) {
+        let count = rows.len() / row_bytes;
+        assert!(steps * size_of::<Line>() <= row_bytes && count <= step_lines);
+        assert!(steps == 0 || out.len() >= (steps - 1) * step_lines + count);
+        // SAFETY: `self` exists, so `detect` saw all features that `copy_rows` is compiled for.
+        unsafe { copy_rows(rows, row_bytes, steps, out, step_lines) }
+    }
+
     /// `[row][feature]` of a `[feature][row]`.
     pub(super) fn transposed(self, tile: &Tile) -> Tile {
         // SAFETY: `self` exists, so `detect` saw all features that `transposed` is compiled for.
@@ -63,12 +73,12 @@ impl Avx512Bw {
         unsafe { add_weighted(out, weight, row) }
     }
 
-    /// Asks for memory that is read soon. `bytes` may be anything: nothing is accessed.
+    /// Asks for memory that is read later, into the second cache. `bytes` may be anything: nothing is accessed.
     #[inline]
     pub(super) fn prefetch(self, bytes: &[u8]) {
         for line in bytes.chunks(64) {
             // SAFETY: SSE is part of every x86-64 CPU, and a prefetch accesses nothing that a program could see.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(line.as_ptr().cast()) }
         }
     }
 
@@ -124,6 +134,29 @@ impl Avx512Bw {
         // SAFETY: `self` exists, so `detect` saw all features that `round` is compiled for.
         unsafe { round(tile) }
     }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+fn copy_rows(rows: &[u8], row_bytes: usize, steps: usize, out: &mut [Line], step_lines: usize) {
+    for (step, lines) in (0..steps).zip(out.chunks_mut(step_lines)) {
+        for (row, line) in rows.chunks_exact(row_bytes).zip(lines) {
+            let bytes = &row[step * size_of::<Line>()..][..size_of::<Line>()];
+            // SAFETY: both are 64 bytes.
+            unsafe {
+                _mm512_storeu_si512(line.0.as_mut_ptr().cast(), _mm512_loadu_si512(bytes.as_ptr().cast()));
+            }
+        }
+    }
+}
+
+/// The lines of a strip in each of `STEPS` steps, `step_lines` apart.
+///
+/// # Panics
+/// If there are not as many.
+#[inline]
+pub(super) fn of_steps<const STEPS: usize>(out: &mut [Line], step_lines: usize) -> [&mut [Line; STRIP]; STEPS] {
+    let mut steps = out.chunks_mut(step_lines).map(|lines| lines.first_chunk_mut());
+    std::array::from_fn(|_| steps.next().flatten().expect("there is room for every line"))
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
@@ -298,6 +331,7 @@ fn nibble_codes(codes: &NibbleGroup, form: CodeBytes, out: &mut [Line], step_lin
         CodeBytes::Signed => NIBBLE_OFFSET as i8,
         CodeBytes::Unsigned => 0,
     });
+    let out: [_; CODE_STEPS] = of_steps(out, step_lines);
     // Each tile has eight bytes of each of eight rows; afterwards a vector is a row.
     for (row, codes) in transpose_eighths(vectors).into_iter().enumerate() {
         // With its sign bit turned over, a nibble is the code plus the offset.
@@ -306,7 +340,7 @@ fn nibble_codes(codes: &NibbleGroup, form: CodeBytes, out: &mut [Line], step_lin
         for (step, line) in lines.into_iter().enumerate() {
             let line = _mm512_sub_epi8(_mm512_and_si512(line, low_halves), offset);
             // SAFETY: a line is 64 bytes.
-            unsafe { _mm512_storeu_si512(out[step * step_lines + row].0.as_mut_ptr().cast(), line) }
+            unsafe { _mm512_storeu_si512(out[step][row].0.as_mut_ptr().cast(), line) }
         }
     }
 }
