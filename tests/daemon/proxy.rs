@@ -2,12 +2,14 @@
 //! prefix cache, and what clients notice of an instance that dies.
 
 use std::fs::File;
-use std::net::{SocketAddr, TcpListener};
+use std::io::{BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
 use minnow_tests::daemon::{Daemon, ask, request, wait_until};
 use minnow_tests::golden;
+use minnow_tests::program::Reply;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -61,6 +63,35 @@ fn talk(address: SocketAddr, salt: &str) -> (u64, u64, Vec<String>) {
     (cached, all, texts)
 }
 
+/// A request whose answer is a stream of seconds from an instance with `--step-delay-ms 10`.
+fn long_stream(affinity: &str) -> Vec<u8> {
+    let body = json!({"messages": [{"role": "user", "content": "Go on."}], "stream": true, "max_tokens": 2000,
+        "minnow": {"regex": "[a-z ]{1500}"}});
+    request("POST", CHAT, &[&format!("X-Session-Affinity: {affinity}")], &body.to_string())
+}
+
+/// A [`long_stream`] by the proxy at `address` that this instance has begun. Others are given up.
+fn stream_of(instance: &Daemon, address: SocketAddr) -> BufReader<TcpStream> {
+    let metrics = request("GET", "/metrics", &[], "");
+    for number in 0..64 {
+        let mut stream = TcpStream::connect(address).expect("the proxy");
+        stream.write_all(&long_stream(&format!("stream-{number}"))).expect("the proxy");
+        let mut stream = BufReader::new(stream);
+        assert!(!stream.fill_buf().expect("an answer").is_empty(), "no answer");
+        if ask(instance.address(), &metrics).text().contains("minnow_active_requests 1") {
+            return stream;
+        }
+    }
+    panic!("all streams went to the other one");
+}
+
+/// Asserts that a stream has its end.
+fn assert_whole(reply: &Reply) {
+    let events = reply.events();
+    let [.., last, done] = events.as_slice() else { panic!("{events:?}") };
+    assert!(last.contains(r#""finish_reason":"stop""#) && done == "[DONE]", "{last} {done}");
+}
+
 #[test]
 fn affinity_keeps_the_prefix_cache_and_no_new_request_fails_when_an_instance_dies() {
     if Command::new("haproxy").arg("-v").stdout(Stdio::null()).status().is_err() {
@@ -88,7 +119,7 @@ fn affinity_keeps_the_prefix_cache_and_no_new_request_fails_when_an_instance_die
     let child = Command::new("haproxy").args(["-db", "-f"]).arg(&path).stdout(out).stderr(err).spawn().unwrap();
     let _proxy = Proxy { child, log };
     let address = SocketAddr::from(([127, 0, 0, 1], port));
-    wait_until("the proxy", || std::net::TcpStream::connect(address).ok());
+    wait_until("the proxy", || TcpStream::connect(address).ok());
 
     let (shared, _, texts) = talk(address, "a");
     println!("cached of {all} prompt tokens: {single} by one instance, {shared} by two behind the proxy");
@@ -98,19 +129,21 @@ fn affinity_keeps_the_prefix_cache_and_no_new_request_fails_when_an_instance_die
     let shares = instances.each_ref().map(answered);
     assert!(shares.iter().all(|&share| share >= TURNS), "one of them did nothing: {shares:?}");
 
+    // A stream runs on the one that stays: HAProxy counts that as its whole share.
+    let [survivor, mut dying] = instances;
+    let mut staying = stream_of(&survivor, address);
+
     // One dies without a word. Whoever asks from now on is answered, from the first request on. (Until it is gone it accepts
     // connections that nobody will read.)
-    let [survivor, mut dying] = instances;
     dying.signal(Signal::KILL);
     dying.end();
     let (_, _, texts) = talk(address, "b");
     assert_eq!(texts.len(), CONVERSATIONS * TURNS);
     drop(dying);
+    assert_whole(&Reply::read(&mut staying));
 
     // Nor does anyone notice one that drains and another that takes its place, not even who is being answered.
-    let long = json!({"messages": [{"role": "user", "content": "Go on."}], "stream": true, "max_tokens": 2000,
-        "minnow": {"regex": "[a-z ]{1500}"}});
-    let running = std::thread::spawn(move || ask(address, &request("POST", CHAT, &[], &long.to_string())));
+    let running = std::thread::spawn(move || ask(address, &long_stream("long")));
     let port: u16 = two.rsplit_once(':').unwrap().1.parse().unwrap();
     let mut command = Command::new(minnow_tests::program::path("minnowd"));
     command.args(["serve", "--listen", &format!("127.0.0.1:{port}")]);
@@ -122,7 +155,5 @@ fn affinity_keeps_the_prefix_cache_and_no_new_request_fails_when_an_instance_die
     survivor.signal(Signal::TERM);
     let (_, _, texts) = talk(address, "c");
     assert_eq!(texts.len(), CONVERSATIONS * TURNS);
-    let events = running.join().expect("an answer").events();
-    let [.., last, done] = events.as_slice() else { panic!("{events:?}") };
-    assert!(last.contains(r#""finish_reason":"stop""#) && done == "[DONE]", "{last} {done}");
+    assert_whole(&running.join().expect("an answer"));
 }
