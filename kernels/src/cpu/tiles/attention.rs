@@ -8,7 +8,7 @@
 use minnow_common::BLOCK;
 use rayon::prelude::*;
 
-use super::{Avx512Bf16, EDGE, Engine, Job, Line, Order, STEP, Tile, Weights, Work, on_engine};
+use super::{Avx512Bf16, EDGE, Engine, Job, Line, LinePlace, Order, STEP, Tile, Weights, Work, on_engine};
 use crate::cpu::Isa;
 use crate::cpu::columns::{ColumnBlock, column_blocks};
 use crate::cpu::isa::Kernel;
@@ -161,7 +161,7 @@ struct Group<'a> {
 #[derive(Default)]
 struct Scratch {
     row: Vec<Line>,
-    /// `[dim steps][tiles][16 queries]`
+    /// As [`Weights::Lines`], over the dimensions.
     queries: Vec<Line>,
     /// `[pages][key panels][tiles]`
     scores: Vec<Tile>,
@@ -242,8 +242,9 @@ impl Group<'_> {
             for row in 0..BLOCK {
                 let at = row * self.q_stride + (self.first_head + head) * self.heads.dim;
                 vectors.narrow(&self.q[at..][..self.heads.dim], Order::Ascending, &mut scratch.row);
+                let place = LinePlace::of((head * BLOCK + row) / EDGE, tiles, shape.dim_steps);
                 for (step, line) in scratch.row.iter().enumerate() {
-                    scratch.queries[step * tiles * EDGE + head * BLOCK + row] = *line;
+                    scratch.queries[place.of_step(step) + row % EDGE] = *line;
                 }
             }
         }

@@ -7,7 +7,7 @@ use std::arch::x86_64::*;
 use std::ops::Deref;
 
 use super::wide::{ByteGroup, NibbleGroup, of_steps, transpose_eighths, transpose_quarters, widened};
-use super::{Avx512Bw, EDGE, Engine, Job, Line, Order, STEP, Tile, Weights};
+use super::{Avx512Bw, EDGE, Engine, Job, Line, LinePlace, Order, STEP, Tile, Weights};
 use crate::codec::STRIP;
 
 /// Proof that this CPU has AVX-512F, BW, VL and BF16. The only way to get one is [`Avx512Bf16::detect`].
@@ -145,9 +145,10 @@ impl Source {
         const LINE_BYTES: usize = size_of::<Line>();
         match weights {
             Weights::Lines(lines) => {
-                assert!(tile < tiles && lines.len() >= steps * tiles * EDGE);
-                let first = lines[tile * EDGE..].as_ptr().cast();
-                Self { first, feature_bytes: LINE_BYTES, step_bytes: tiles * EDGE * LINE_BYTES }
+                assert!(lines.len() >= steps * tiles * EDGE);
+                let place = LinePlace::of(tile, tiles, steps);
+                let first = lines[place.first..].as_ptr().cast();
+                Self { first, feature_bytes: LINE_BYTES, step_bytes: place.step_lines * LINE_BYTES }
             }
             Weights::Rows { bytes, row_bytes } => {
                 let last_row = (tile * EDGE + EDGE - 1) * row_bytes;

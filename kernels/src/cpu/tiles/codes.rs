@@ -7,9 +7,9 @@
 use minnow_common::Encoding;
 
 use super::panels::PanelsView;
-use super::product::{FEW_TILES, Features, Scratch, StoredGroups};
+use super::product::{Features, Scratch, StoredGroups};
 use super::wide::{BYTE_OFFSET, NIBBLE_OFFSET};
-use super::{CODE_STEPS, CodeEngine, Codes, Dots, EDGE, Line, RowCodes, Tile};
+use super::{CODE_STEPS, CodeEngine, Codes, Dots, EDGE, FEW_TILES, Line, RowCodes, Tile};
 use crate::codec::STRIP;
 
 /// A piece of work written over [`CodeEngine`].

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::panels::{Narrowed, Panels, PanelsView};
-use super::product::{Features, PANELS_IN_PLACE, Scratch, products};
+use super::product::{Features, PANELS_IN_PLACE, Scratch, products_in_parts};
 use super::{BLOCK_FEATURES, EDGE, Engine, Plan, Tile, Work, on_engine};
 use crate::cpu::Isa;
 use crate::cpu::columns::{ColumnBlock, column_blocks};
@@ -11,7 +11,7 @@ use crate::cpu::kept::with_kept;
 use crate::matrix::WeightMatrix;
 
 /// Tiles of sums that are known before they are written: they stay in the second cache.
-const TILES_TOGETHER: usize = 512;
+const TILES_TOGETHER: usize = 128;
 /// Bytes of lines of BF16 that many rows pass: they stay in the second cache too, and the more features there are, the less
 /// often rows are read.
 const PASSED_BYTES: usize = 1 << 20;
@@ -73,25 +73,21 @@ fn block_rows<E: Engine>(
     scratch: &mut LinearScratch,
 ) {
     let tiles = features.tiles();
+    // Neighbours go to one thread, one after the other.
+    let features = features.before(features.following());
+    let LinearScratch { sums, products: scratch } = scratch;
     let panels = (TILES_TOGETHER / tiles).next_multiple_of(2);
-    for first_panel in (0..x.count()).step_by(panels) {
-        let part = x.part(first_panel, panels);
-        // Neighbours go to one thread, one after the other.
-        let is_last = first_panel + panels >= x.count();
-        let features = features.before(features.following().filter(|_| is_last));
-        scratch.sums.resize(part.count() * tiles, Tile::ZERO);
-        products(engine, session, &mut scratch.sums, features, part, &mut scratch.products);
-        for (index, tile) in scratch.sums.iter().enumerate() {
-            let (panel, tile_of_block) = (index / tiles, index % tiles);
+    products_in_parts(engine, session, sums, features, x, scratch, panels, |first_panel, sums| {
+        for (index, tile) in sums.iter().enumerate() {
+            let (panel, tile_of_block) = (first_panel + index / tiles, index % tiles);
             let by_row = engine.vectors().transposed(tile);
-            for (row, values) in by_row.0.iter().enumerate().take(part.rows_of(panel)) {
-                let out = columns.row_mut((first_panel + panel) * EDGE + row);
-                let out = &mut out[tile_of_block * EDGE..];
+            for (row, values) in by_row.0.iter().enumerate().take(x.rows_of(panel)) {
+                let out = &mut columns.row_mut(panel * EDGE + row)[tile_of_block * EDGE..];
                 let width = out.len().min(EDGE);
                 out[..width].copy_from_slice(&values[..width]);
             }
         }
-    }
+    });
 }
 
 /// Rows for which pieces of logits are computed.

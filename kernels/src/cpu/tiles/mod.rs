@@ -52,6 +52,8 @@ const STEP: usize = 32;
 const CODE_STEP: usize = 64;
 /// Steps of a group of columns, where codes are multiplied.
 const CODE_STEPS: usize = Order::SPAN / CODE_STEP;
+/// Feature tiles that are multiplied together: with two panels they are all the sums that an engine can keep.
+const FEW_TILES: usize = 2;
 /// Features that a task computes at least.
 const BLOCK_FEATURES: usize = 64;
 
@@ -152,7 +154,7 @@ trait CodeEngine: Copy + Send + Sync {
 
 /// Codes of a group of columns: of some feature tiles.
 struct Codes<'a> {
-    /// `[CODE_STEPS][tiles][16 features]`
+    /// `[CODE_STEPS][tiles][16 features]`, of at most [`FEW_TILES`] tiles.
     lines: &'a [Line],
     /// What [`CodeBytes::Unsigned`] adds to each code of these.
     offset: i32,
@@ -180,10 +182,32 @@ struct Job {
 
 /// Weights of some feature tiles, over some steps.
 enum Weights<'a> {
-    /// `[steps][tiles][16 features]`
+    /// `[pairs of tiles][steps][tiles of the pair][16 features]`, see [`LinePlace`].
     Lines(&'a [Line]),
     /// The bytes of `16 tiles` features, from the first column of the first step on, `row_bytes` apart.
     Rows { bytes: &'a [u8], row_bytes: usize },
+}
+
+/// Where the lines of a feature tile lie among those of all tiles: two tiles at a time are multiplied, so two follow each other
+/// over all steps, and the last may be alone.
+#[derive(Clone, Copy)]
+struct LinePlace {
+    first: usize,
+    /// From one step to the next.
+    step_lines: usize,
+}
+
+impl LinePlace {
+    fn of(tile: usize, tiles: usize, steps: usize) -> Self {
+        assert!(tile < tiles);
+        let pair = tile / FEW_TILES * FEW_TILES;
+        let step_lines = FEW_TILES.min(tiles - pair) * EDGE;
+        Self { first: pair * steps * EDGE + tile % FEW_TILES * EDGE, step_lines }
+    }
+
+    fn of_step(self, step: usize) -> usize {
+        self.first + step * self.step_lines
+    }
 }
 
 /// In which order columns lie in lines. Within 128 columns, whatever the encoding.

@@ -6,7 +6,7 @@ use minnow_common::Encoding;
 
 use super::avx512::Avx512Bf16;
 use super::panels::PanelsView;
-use super::{BLOCK_FEATURES, Dots, EDGE, Engine, Job, Line, Order, Plan, STEP, Tile, Weights};
+use super::{BLOCK_FEATURES, Dots, EDGE, Engine, FEW_TILES, Job, Line, LinePlace, Order, Plan, STEP, Tile, Weights};
 use crate::codec::STRIP;
 use crate::cpu::Isa;
 use crate::cpu::decode::decode;
@@ -27,11 +27,6 @@ pub(super) struct Scratch {
     decoded: Vec<f32>,
 }
 
-/// Feature tiles that are multiplied together where lines are few or none: codes that are decoded group by group, and BF16 in
-/// place. Two, which with two panels are all the sums that an engine can keep. Rows of codes, and of BF16, lie a power of two
-/// apart, so more of them would push each other, and the lines that they become, out of the same sets of the nearest cache.
-pub(super) const FEW_TILES: usize = 2;
-
 /// Some features of a matrix, multiplied together.
 #[derive(Clone, Copy)]
 pub(super) struct Features<'a> {
@@ -43,7 +38,9 @@ pub(super) struct Features<'a> {
 }
 
 impl<'a> Features<'a> {
-    /// How many are multiplied together, a divisor of [`BLOCK_FEATURES`].
+    /// How many are multiplied together, a divisor of [`BLOCK_FEATURES`]. Few where they are decoded group by group, or read in
+    /// place: rows of codes, and of BF16, lie a power of two apart, so more of them would push each other, and the lines that
+    /// they become, out of the same sets of the nearest cache.
     pub(super) fn together(w: &WeightMatrix<'_>) -> usize {
         match Plan::of(w) {
             Plan::Bf16 | Plan::Groups(_) => FEW_TILES * EDGE,
@@ -93,23 +90,48 @@ pub(super) fn products<E: Engine>(
     x: PanelsView<'_>,
     scratch: &mut Scratch,
 ) {
-    let (w, tiles) = (features.w, features.tiles());
-    assert!(sums.len() == x.count() * tiles && x.steps == w.cols().div_ceil(STEP));
-    let block = Block { features, tiles, x };
-    match Plan::of(w) {
+    assert_eq!(sums.len(), x.count() * features.tiles());
+    let block = Block::new(features, x);
+    match Plan::of(features.w) {
         Plan::Groups(_) => block.groups::<E>(engine.vectors(), session, sums, scratch),
-        Plan::Bf16
-            if E::READS_ROWS && x.count() <= 2 && features.count == tiles * EDGE && w.cols().is_multiple_of(STEP) =>
-        {
-            block.in_place::<E>(engine.vectors(), session, sums);
-        }
+        Plan::Bf16 if E::READS_ROWS && block.can_be_in_place() => block.in_place::<E>(engine.vectors(), session, sums),
         plan => {
             block.lines(engine.vectors(), plan, scratch);
-            block.multiply::<E>(session, sums, &Weights::Lines(&scratch.lines), |_| ());
-            if w.encoding() == Encoding::Nvfp4 {
-                sums.iter_mut().flat_map(|tile| tile.0.as_flattened_mut()).for_each(|sum| *sum *= w.global_scale());
-            }
+            block.multiply_lines::<E>(session, sums, &scratch.lines);
         }
+    }
+}
+
+/// [`products`] of at most `panels` panels at a time, a number that is even: `done` gets each part's sums and its first panel.
+#[expect(clippy::too_many_arguments, reason = "those of `products`, and two")]
+pub(super) fn products_in_parts<E: Engine>(
+    engine: E,
+    session: &E::Session,
+    sums: &mut Vec<Tile>,
+    features: Features<'_>,
+    x: PanelsView<'_>,
+    scratch: &mut Scratch,
+    panels: usize,
+    mut done: impl FnMut(usize, &[Tile]),
+) {
+    let plan = Plan::of(features.w);
+    // Lines are the same for all parts.
+    let has_lines = x.count() > panels && matches!(plan, Plan::Bf16 | Plan::Decoded);
+    if has_lines {
+        Block::new(features, x).lines(engine.vectors(), plan, scratch);
+    }
+    for first_panel in (0..x.count()).step_by(panels) {
+        let part = x.part(first_panel, panels);
+        sums.resize(part.count() * features.tiles(), Tile::ZERO);
+        if has_lines {
+            Block::new(features, part).multiply_lines::<E>(session, sums, &scratch.lines);
+        } else {
+            // What comes next is asked for once.
+            let is_last = first_panel + panels >= x.count();
+            let next = if is_last { features.next } else { &[] };
+            products(engine, session, sums, Features { next, ..features }, part, scratch);
+        }
+        done(first_panel, sums);
     }
 }
 
@@ -120,7 +142,27 @@ struct Block<'a> {
     x: PanelsView<'a>,
 }
 
-impl Block<'_> {
+impl<'a> Block<'a> {
+    fn new(features: Features<'a>, x: PanelsView<'a>) -> Self {
+        assert_eq!(x.steps, features.w.cols().div_ceil(STEP));
+        Self { features, tiles: features.tiles(), x }
+    }
+
+    /// Whether BF16 can be read, and should be, where it is stored.
+    fn can_be_in_place(&self) -> bool {
+        let is_whole = self.features.count == self.tiles * EDGE && self.features.w.cols().is_multiple_of(STEP);
+        is_whole && self.x.count() <= PANELS_IN_PLACE
+    }
+
+    /// `sums = products` with everything that [`Self::lines`] made.
+    fn multiply_lines<E: Engine>(&self, session: &E::Session, sums: &mut [Tile], lines: &[Line]) {
+        self.multiply::<E>(session, sums, &Weights::Lines(lines), |_| ());
+        if self.features.w.encoding() == Encoding::Nvfp4 {
+            let scale = self.features.w.global_scale();
+            sums.iter_mut().flat_map(|tile| tile.0.as_flattened_mut()).for_each(|sum| *sum *= scale);
+        }
+    }
+
     /// `sums = products`, two panels at a time; `between` is called for the steps of each.
     fn multiply<E: Engine>(
         &self,
@@ -198,7 +240,7 @@ impl Block<'_> {
         self.multiply::<E>(session, sums, &weights, |_| vectors.prefetch(next.next().unwrap_or_default()));
     }
 
-    /// Everything as lines `[steps][tiles][16 features]`, in ascending order, zero where the matrix ends.
+    /// Everything as lines, in ascending order, zero where the matrix ends.
     fn lines(&self, vectors: Avx512Bf16, plan: Plan, scratch: &mut Scratch) {
         let Features { w, first, count, .. } = self.features;
         let (cols, steps) = (w.cols(), self.x.steps);
@@ -207,14 +249,14 @@ impl Block<'_> {
         if !count.is_multiple_of(EDGE) || !cols.is_multiple_of(STEP) {
             lines.fill(Line::ZERO);
         }
-        let step_lines = self.tiles * EDGE;
         if plan == Plan::Bf16 {
+            // A tile after the other, and in it step by step, so that what is written lies together.
             let whole = cols / STEP;
             for (tile, rows) in self.features.bytes().chunks(EDGE * 2 * cols).enumerate() {
-                let lines = &mut lines[tile * EDGE..];
-                vectors.copy_rows(rows, 2 * cols, whole, lines, step_lines);
+                let place = LinePlace::of(tile, self.tiles, steps);
+                vectors.copy_rows(rows, 2 * cols, whole, &mut lines[place.first..], place.step_lines);
                 if !cols.is_multiple_of(STEP) {
-                    for (row, line) in rows.chunks_exact(2 * cols).zip(&mut lines[whole * step_lines..]) {
+                    for (row, line) in rows.chunks_exact(2 * cols).zip(&mut lines[place.of_step(whole)..]) {
                         copy_bf16(&row[whole * 2 * STEP..], line);
                     }
                 }
@@ -227,10 +269,11 @@ impl Block<'_> {
         for strip in (0..count).step_by(STRIP) {
             let decoded = &mut decoded[..STRIP.min(count - strip) * cols];
             decode(Isa::Avx512, &plain, first + strip, decoded);
-            for (feature, row) in (strip..).zip(decoded.chunks_exact(cols)) {
+            let place = LinePlace::of(strip / EDGE, self.tiles, steps);
+            for (feature, row) in (strip % EDGE..).zip(decoded.chunks_exact(cols)) {
                 vectors.narrow(row, Order::Ascending, &mut row_lines);
                 for (step, line) in row_lines.iter().enumerate() {
-                    lines[step * step_lines + feature] = *line;
+                    lines[place.of_step(step) + feature] = *line;
                 }
             }
         }
