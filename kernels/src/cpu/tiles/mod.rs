@@ -54,7 +54,7 @@ const CODE_STEP: usize = 64;
 const CODE_STEPS: usize = Order::SPAN / CODE_STEP;
 /// Feature tiles that are multiplied together: with two panels they are all the sums that an engine can keep.
 const FEW_TILES: usize = 2;
-/// Features that a task computes at least.
+/// Features that are multiplied together where a matrix is decoded as a whole, and that a task of `down` computes.
 const BLOCK_FEATURES: usize = 64;
 
 /// 32 BF16 that are loaded together, columns of one feature or one pair of columns of sixteen rows; or 64 codes, columns of

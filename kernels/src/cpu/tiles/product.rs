@@ -14,8 +14,8 @@ use crate::matrix::WeightMatrix;
 
 /// Steps of a group of codes.
 const GROUP_STEPS: usize = Order::SPAN / STEP;
-/// Panels up to which BF16 is read where it is stored. For more it becomes lines first: loads from rows a power of two apart
-/// cost more than copying them, unless each is loaded once.
+/// Panels up to which BF16 is read where it is stored: as many as an engine takes at once, so that each line is read once. For
+/// more it becomes lines first, for loads from rows a power of two apart cost more.
 pub(super) const PANELS_IN_PLACE: usize = 2;
 
 /// Memory of a thread, used again and again.
@@ -234,9 +234,8 @@ impl<'a> Block<'a> {
         const LINE_BYTES: usize = size_of::<Line>();
         let Features { w, next, .. } = self.features;
         let weights = Weights::Rows { bytes: self.features.bytes(), row_bytes: 2 * w.cols() };
-        let calls = self.x.count().div_ceil(2) * self.x.steps;
-        let lines_a_call = next.len().div_ceil(LINE_BYTES).div_ceil(calls).max(1);
-        let mut next = next.chunks(lines_a_call * LINE_BYTES);
+        let lines_a_step = next.len().div_ceil(LINE_BYTES).div_ceil(self.x.steps).max(1);
+        let mut next = next.chunks(lines_a_step * LINE_BYTES);
         self.multiply::<E>(session, sums, &weights, |_| vectors.prefetch(next.next().unwrap_or_default()));
     }
 
