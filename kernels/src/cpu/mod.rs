@@ -1,9 +1,9 @@
 //! The CPU engine's operations: weights used as they are stored, values between operations in f32.
 //!
 //! Weights are decoded a few rows at a time into a small buffer of the thread that needs them; no expanded copy of a
-//! matrix ever exists. Work is spread with rayon over pieces whose borders depend on shapes alone, and every output
-//! element is summed in a fixed order over its row (see "Batch invariance" on [`crate::ops`]). There are two
-//! arithmetics, and [`Isa`] says which ([`Isa::rounds_to_bf16`]):
+//! matrix ever exists. Work is spread with rayon over pieces, and wherever their borders are, every output element is
+//! summed in a fixed order over its row (see "Batch invariance" on [`crate::ops`]). There are two arithmetics, and
+//! [`Isa`] says which ([`Isa::rounds_to_bf16`]):
 //!
 //! - f32 throughout: sixteen partial sums, each over every sixteenth column, added up by one fixed tree
 //!   (`lanes::Lanes::sum`).

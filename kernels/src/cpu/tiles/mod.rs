@@ -356,6 +356,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn every_line_of_every_tile_has_a_place_of_its_own() {
+        for (tiles, steps) in [(1, 3), (2, 4), (3, 2), (4, 1), (5, 7)] {
+            let lines_of = |tile: usize| {
+                let place = LinePlace::of(tile, tiles, steps);
+                (0..steps).flat_map(move |step| (0..EDGE).map(move |feature| place.of_step(step) + feature))
+            };
+            let mut lines: Vec<usize> = (0..tiles).flat_map(lines_of).collect();
+            lines.sort_unstable();
+            assert!(lines.into_iter().eq(0..tiles * steps * EDGE), "{tiles} tiles, {steps} steps");
+        }
+    }
+
+    #[test]
     fn every_order_has_each_column_once() {
         for order in [Order::Ascending, Order::Nibbles, Order::Bytes, Order::NibbleCodes, Order::ByteCodes] {
             let mut columns = order.columns();
