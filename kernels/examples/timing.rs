@@ -1,7 +1,8 @@
 //! How fast the CPU kernels are here: `cargo run --release -p minnow-kernels --example timing [ISA [ROWS [NAME]]]`.
 //!
 //! Prints the median and the spread of each operation at the sizes of LLaDA2.2-mini, for `ROWS` positions, one block of 32
-//! unless given; only those whose name contains `NAME`. Experts in use are 48 for a block and 256 for eight or more, as the router would have it.
+//! unless given; only those whose name contains `NAME`. Experts in use are 48 for a block and 256 for six or more, as the
+//! router may have it.
 
 use std::error::Error;
 use std::hint::black_box;

@@ -10,7 +10,6 @@ use super::panels::PanelsView;
 use super::product::{Features, Scratch, StoredGroups};
 use super::wide::{BYTE_OFFSET, NIBBLE_OFFSET};
 use super::{CODE_STEPS, CodeEngine, Codes, Dots, EDGE, FEW_TILES, Line, RowCodes, Tile};
-use crate::codec::STRIP;
 
 /// A piece of work written over [`CodeEngine`].
 pub(super) trait CodeWork {
@@ -36,9 +35,7 @@ pub(super) fn products<E: CodeEngine>(
     dots.resize(2 * tiles, Dots::ZERO);
     sums.fill(Tile::ZERO);
     let offset = if features.w.encoding() == Encoding::I4Mma { NIBBLE_OFFSET } else { BYTE_OFFSET };
-    let decode = |strip: usize, group: usize, lines: &mut [Line]| {
-        wide.prefetch(stored.next_codes(strip, group));
-        let (codes, out) = (stored.codes(strip, group), &mut lines[strip * STRIP..]);
+    let decode = |codes: &[u8], out: &mut [Line]| {
         if let Ok(nibbles) = codes.try_into() {
             wide.nibble_codes(nibbles, E::FORM, out, step_lines);
         } else {
@@ -46,7 +43,7 @@ pub(super) fn products<E: CodeEngine>(
             wide.byte_codes(bytes, E::FORM, out, step_lines);
         }
     };
-    stored.in_turn(lines, CODE_STEPS, step_lines, decode, |group, lines, decode_next| {
+    stored.in_turn(wide, lines, CODE_STEPS, step_lines, decode, |group, lines, decode_next| {
         // Beyond the last strip, codes are zero and scales too.
         let mut scales = [[0.0; EDGE]; FEW_TILES];
         for (tile, scales) in scales.iter_mut().enumerate().take(tiles) {

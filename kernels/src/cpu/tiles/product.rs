@@ -6,7 +6,9 @@ use minnow_common::Encoding;
 
 use super::avx512::Avx512Bf16;
 use super::panels::PanelsView;
-use super::{BLOCK_FEATURES, Dots, EDGE, Engine, FEW_TILES, Job, Line, LinePlace, Order, Plan, STEP, Tile, Weights};
+use super::{
+    Avx512Bw, BLOCK_FEATURES, Dots, EDGE, Engine, FEW_TILES, Job, Line, LinePlace, Order, Plan, STEP, Tile, Weights,
+};
 use crate::codec::STRIP;
 use crate::cpu::Isa;
 use crate::cpu::decode::decode;
@@ -202,9 +204,7 @@ impl<'a> Block<'a> {
         let Scratch { lines, tiles: of_group, .. } = scratch;
         of_group.resize(2 * self.tiles, Tile::ZERO);
         sums.fill(Tile::ZERO);
-        let decode = |strip: usize, group: usize, lines: &mut [Line]| {
-            vectors.prefetch(stored.next_codes(strip, group));
-            let (codes, out) = (stored.codes(strip, group), &mut lines[strip * STRIP..]);
+        let decode = |codes: &[u8], out: &mut [Line]| {
             if let Ok(nibbles) = codes.try_into() {
                 vectors.nibbles(nibbles, out, step_lines);
             } else {
@@ -212,7 +212,7 @@ impl<'a> Block<'a> {
                 vectors.bytes(bytes, out, step_lines);
             }
         };
-        stored.in_turn(lines, GROUP_STEPS, step_lines, decode, |group, lines, decode_next| {
+        stored.in_turn(*vectors, lines, GROUP_STEPS, step_lines, decode, |group, lines, decode_next| {
             let steps = group * GROUP_STEPS..(group + 1) * GROUP_STEPS;
             for (pair, sums) in sums.chunks_mut(2 * self.tiles).enumerate() {
                 let c = &mut of_group[..sums.len()];
@@ -282,7 +282,7 @@ impl<'a> Block<'a> {
 /// Where codes and scales of groups of [`Order::SPAN`] lie, of some features.
 pub(super) struct StoredGroups<'a> {
     features: &'a Features<'a>,
-    pub(super) strips: usize,
+    strips: usize,
     /// At least one.
     pub(super) groups: usize,
     /// Bytes of the codes of a group of a strip.
@@ -296,15 +296,16 @@ impl<'a> StoredGroups<'a> {
         Self { features, strips: features.count / STRIP, groups, group_bytes }
     }
 
-    /// Calls `work` for each group with its lines, `[steps][step_lines]`, in ascending order. `decode(strip, group, lines)`
-    /// puts a strip into them. The lines of the next group are another buffer, and `work` gets what decodes them: to be
+    /// Calls `work` for each group with its lines, `[steps][step_lines]`, in ascending order. `decode(codes, out)`
+    /// puts a strip into them, from where `out` starts on; what is multiplied next is asked for meanwhile. The lines of the next group are another buffer, and `work` gets what decodes them: to be
     /// called once for each step, in any place of its own work, which the processor can then do at the same time.
     pub(super) fn in_turn(
         &self,
+        wide: Avx512Bw,
         lines: &mut Vec<Line>,
         steps: usize,
         step_lines: usize,
-        decode: impl Fn(usize, usize, &mut [Line]),
+        decode: impl Fn(&[u8], &mut [Line]),
         mut work: impl FnMut(usize, &[Line], &mut dyn FnMut(usize)),
     ) {
         lines.resize(2 * steps * step_lines, Line::ZERO);
@@ -313,6 +314,10 @@ impl<'a> StoredGroups<'a> {
             lines.fill(Line::ZERO);
         }
         let (mut this, mut next) = lines.split_at_mut(steps * step_lines);
+        let decode = |strip: usize, group: usize, lines: &mut [Line]| {
+            wide.prefetch(self.next_codes(strip, group));
+            decode(self.codes(strip, group), &mut lines[strip * STRIP..]);
+        };
         (0..self.strips).for_each(|strip| decode(strip, 0, this));
         for group in 0..self.groups {
             let mut decode_next = |step: usize| {
@@ -330,13 +335,13 @@ impl<'a> StoredGroups<'a> {
         (strip * self.groups + group) * self.group_bytes
     }
 
-    pub(super) fn codes(&self, strip: usize, group: usize) -> &'a [u8] {
+    fn codes(&self, strip: usize, group: usize) -> &'a [u8] {
         let strips = &self.features.w.data()[self.features.first / STRIP * self.groups * self.group_bytes..];
         &strips[self.place(strip, group)..][..self.group_bytes]
     }
 
     /// The same codes of what is multiplied next; fewer or none where that ends earlier.
-    pub(super) fn next_codes(&self, strip: usize, group: usize) -> &'a [u8] {
+    fn next_codes(&self, strip: usize, group: usize) -> &'a [u8] {
         let codes = self.features.next.get(self.place(strip, group)..).unwrap_or_default();
         &codes[..codes.len().min(self.group_bytes)]
     }
