@@ -68,7 +68,7 @@ __device__ __forceinline__ void attention(const bf16 *q, const bf16 *pool, const
             wait_for_copies<1>();
             __syncthreads();
             if (is_active) {
-                score(scores, queries, keys, tile_pages, lane);
+                score(scores, queries, keys, lane);
             }
             __syncthreads();
             if (tile + 1 < end) {
@@ -101,7 +101,7 @@ __device__ __forceinline__ void attention(const bf16 *q, const bf16 *pool, const
             }
             commit_copies();
             if (is_active) {
-                score(scores, queries, keys + here, tile_pages, lane);
+                score(scores, queries, keys + here, lane);
                 weigh(shares, scores, chunk, tile_pages, is_fresh);
                 add_values(chunk, shares, values + here, tile_pages, lane);
             }

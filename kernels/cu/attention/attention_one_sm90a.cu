@@ -2,10 +2,11 @@
 // bits. Arguments and layouts: there, but blocks has one entry, and that block's own page is the only one written.
 // Grid: (8, kv_heads * ceil(group / 2)), clusters of 8.  Block: 256 threads in two halves, each with a chunk of the keys at a
 // time: chunk c is of half c / 8 % 2 of block c % 8; a warp has 16 of 64 rows, those of two query heads.
-// Shared: `Shared`: for each half a tile of keys and values, then its first and its second chunk's sums; the queries; rows
-// on their way.
-// Bound by latency: keys and values of earlier blocks come before the queries are there, and the chunks are folded over the
-// cluster's shared memory.   Oracle: kernels/src/oracle/{norm,rope,attention}.rs
+// Shared: `Shared`: for each half a tile of keys and values; the queries; what the cluster has summed for this block's rows;
+// rows on their way.
+// Bound by latency: keys and values of earlier blocks come before the queries are there, and each block is sent the sums of
+// the rows that it folds, for it would wait longer for what it fetched.   Oracle: kernels/src/oracle/{norm,rope,attention}.rs
+#include "common/barrier.cuh"
 #include "common/cluster.cuh"
 #include "rope/head.cuh"
 #include "sums.cuh"
@@ -17,26 +18,32 @@ constexpr int HALVES = 2;
 constexpr int WARPS = 4;
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROWS = 16 * WARPS;
-/// Chunks whose sums are on their way at once: those of all blocks, so the first or the second ones.
-constexpr int FOLDED_AT_ONCE = HALVES * CLUSTER;
+/// Chunks that the halves of all blocks compute at once.
+constexpr int AT_ONCE = HALVES * CLUSTER;
+/// Rows that a block norms, and folds.
+constexpr int OWN_ROWS = ROWS / CLUSTER;
 /// Floats between rows of sums: a thread's pairs of eight rows are in different banks.
 constexpr int PITCH = DIM + 8;
 
-struct Chunk {
-    float values[ROWS][PITCH];
-    float2 weights[ROWS];
+/// The sums of some chunk for the rows of a block.
+struct Part {
+    float values[OWN_ROWS][PITCH];
+    /// Maximum and total.
+    float2 weights[OWN_ROWS];
 };
 
 struct Shared {
-    /// Keys, then values; the second chunk's sums once both are done with.
+    /// Keys, then values; then what their sums are, of all blocks' rows.
     uint8_t tiles[HALVES][2 * TILE_BYTES];
     uint8_t queries[ROWS * DIM * 2];
-    Chunk first[HALVES];
+    Part parts[AT_ONCE];
     /// What each warp has normed or copied: of the queries, and of the own page.
     bf16 rows[HALVES * WARPS][2][DIM];
+    /// Says that `parts` are there.
+    alignas(16) uint64_t received;
 };
-static_assert(sizeof(Shared) == 217 * 1024, "kernels/src/cuda/attention.rs has it too");
-static_assert(CHUNKS_MAX == 2 * HALVES * CLUSTER && sizeof(Chunk) <= 2 * TILE_BYTES);
+static_assert(sizeof(Shared) == 217 * 1024 + 16, "kernels/src/cuda/attention.rs has it too");
+static_assert(CLUSTER * sizeof(Part) <= 2 * TILE_BYTES);
 
 __device__ __forceinline__ void sync_half(int half) {
     asm volatile("bar.sync %0, %1;" ::"r"(half + 1), "n"(THREADS) : "memory");
@@ -49,6 +56,52 @@ __device__ __forceinline__ void load_pages(uint32_t to, const bf16 *head, const 
     for (int i = threadIdx.x % THREADS; i < pages * PIECES; i += THREADS) {
         int page = i / PIECES, row = i % PIECES / 16, piece = i % 16;
         copy_16(to + swizzled(page * PAGE + row, piece), head + table[page] * page_stride + row * DIM + piece * 8);
+    }
+}
+
+/// Sends the sums of a chunk to the blocks that fold their rows, eight to each; by half a block, whose tiles are overwritten.
+__device__ __forceinline__ void send(Shared &s, const Sums &chunk, int half, int slot, bool is_active, int warp, int lane) {
+    static_assert(OWN_ROWS == 8);
+    Part *parts = reinterpret_cast<Part *>(s.tiles[half]);
+    sync_half(half);
+    if (is_active) {
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            Part &to = parts[warp * 2 + side];
+            const int row = lane / 4;
+            if (lane % 4 == 0) {
+                to.weights[row] = make_float2(chunk.maximum[side], chunk.total[side]);
+            }
+#pragma unroll
+            for (int n = 0; n < 16; ++n) {
+                *reinterpret_cast<float2 *>(&to.values[row][n * 8 + lane % 4 * 2]) =
+                    make_float2(chunk.values[n][side * 2], chunk.values[n][side * 2 + 1]);
+            }
+        }
+        let_copies_see();
+    }
+    sync_half(half);
+    if (warp == 0 && lane < CLUSTER) {
+        send_bulk(address_in_block(shared_address(&s.parts[slot]), lane), shared_address(&parts[lane]), sizeof(Part),
+                  address_in_block(shared_address(&s.received), lane));
+    }
+}
+
+/// Folds `count` chunks' sums of a row in, four columns a lane.
+__device__ __forceinline__ void fold_in(float &maximum, float &total, float (&sum)[4], const Shared &s, int row, int count,
+                                        int lane) {
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+        const float2 weights = s.parts[i].weights[row];
+        const float4 values = *reinterpret_cast<const float4 *>(&s.parts[i].values[row][lane * 4]);
+        const float new_maximum = fmaxf(maximum, weights.x);
+        const float by = worth(maximum, new_maximum), chunk_by = worth(weights.x, new_maximum);
+        total = fold(total, by, weights.y, chunk_by);
+        maximum = new_maximum;
+        sum[0] = fold(sum[0], by, values.x, chunk_by);
+        sum[1] = fold(sum[1], by, values.y, chunk_by);
+        sum[2] = fold(sum[2], by, values.z, chunk_by);
+        sum[3] = fold(sum[3], by, values.w, chunk_by);
     }
 }
 
@@ -77,22 +130,27 @@ attend_one(const bf16 *qkv, const bf16 *query_weight, const bf16 *key_weight, co
     const bool is_active = (part * WARPS + warp) * 16 < group * PAGE;
 
     let_next_start();
+    const uint32_t received = shared_address(&s.received);
+    if (threadIdx.x == 0) {
+        barrier_init(received, 1);
+        barriers_ready();
+    }
     arrive_in_cluster();
-    int chunk_index = rank + half * CLUSTER;
-    if (chunk_index < chunks) {
-        load(keys, key_head, chunk_index * step);
+    const int slot = rank + half * CLUSTER;
+    if (slot < chunks) {
+        load(keys, key_head, slot * step);
     }
     commit_copies();
-    if (chunk_index < chunks) {
-        load(values, value_head, chunk_index * step);
+    if (slot < chunks) {
+        load(values, value_head, slot * step);
     }
     commit_copies();
     // Each block of the cluster norms an eighth of the rows for all of them: a query's by every warp, and one of the own page's,
     // whose keys are the first four warps' and whose values the others'.
     constexpr int OWN_KEYS = PAGE / CLUSTER;
-    static_assert(ROWS / CLUSTER == HALVES * WARPS && 2 * OWN_KEYS == HALVES * WARPS);
+    static_assert(OWN_ROWS == HALVES * WARPS && 2 * OWN_KEYS == HALVES * WARPS);
     const int width = (heads + 2 * kv_heads) * DIM, eighth = threadIdx.x / 32, first_position = (pages - 1) * PAGE;
-    const int row = rank * (ROWS / CLUSTER) + eighth, own_row = rank * OWN_KEYS + eighth % OWN_KEYS;
+    const int row = rank * OWN_ROWS + eighth, own_row = rank * OWN_KEYS + eighth % OWN_KEYS;
     const bool has_query = part * ROWS + row < group * PAGE, is_key = eighth < OWN_KEYS;
     const int head = kv_head * group + (part * ROWS + row) / PAGE;
     float norms[2][4];
@@ -148,11 +206,17 @@ attend_one(const bf16 *qkv, const bf16 *query_weight, const bf16 *key_weight, co
         *reinterpret_cast<uint4 *>(in_pool) = own_eight;
     }
 
+    // As `combine`: a warp folds one row, of what all blocks have sent.
+    float maximum = -INFINITY, total = 0.0f, sum[4] = {};
     bool is_first_tile = true;
-    for (; chunk_index < chunks; chunk_index += HALVES * CLUSTER) {
-        const int begin = chunk_index * step, end = min(begin + step, tiles);
+    for (int first_chunk = 0; first_chunk < chunks; first_chunk += AT_ONCE) {
+        const int chunk_index = first_chunk + slot, at_once = min(chunks - first_chunk, AT_ONCE);
+        if (threadIdx.x == 0) {
+            barrier_expect(received, at_once * sizeof(Part));
+        }
         Sums chunk;
         chunk.clear();
+        const int begin = chunk_index * step, end = min(begin + step, tiles);
         for (int tile = begin; tile < end; ++tile) {
             const int tile_pages = pages_of(tile);
             if (!is_first_tile) {
@@ -169,7 +233,7 @@ attend_one(const bf16 *qkv, const bf16 *query_weight, const bf16 *key_weight, co
             wait_for_copies<1>();
             sync_half(half);
             if (is_active) {
-                score(scores, queries, keys, tile_pages, lane);
+                score(scores, queries, keys, lane);
                 weigh(shares, scores, chunk, tile_pages, tile == begin);
             }
             wait_for_copies<0>();
@@ -178,65 +242,23 @@ attend_one(const bf16 *qkv, const bf16 *query_weight, const bf16 *key_weight, co
                 add_values(chunk, shares, values, tile_pages, lane);
             }
         }
-        // A second chunk's sums go where its tiles were.
-        const bool is_second = chunk_index >= HALVES * CLUSTER;
-        if (is_second) {
-            sync_half(half);
+        if (first_chunk > 0) {
+            // Everybody has folded what lies where this goes.
+            sync_cluster();
         }
-        Chunk &to = is_second ? *reinterpret_cast<Chunk *>(s.tiles[half]) : s.first[half];
-        if (is_active) {
-#pragma unroll
-            for (int side = 0; side < 2; ++side) {
-                const int row = warp * 16 + lane / 4 + side * 8;
-                if (lane % 4 == 0) {
-                    to.weights[row] = make_float2(chunk.maximum[side], chunk.total[side]);
-                }
-#pragma unroll
-                for (int n = 0; n < 16; ++n) {
-                    *reinterpret_cast<float2 *>(&to.values[row][n * 8 + lane % 4 * 2]) =
-                        make_float2(chunk.values[n][side * 2], chunk.values[n][side * 2 + 1]);
-                }
-            }
+        if (chunk_index < chunks) {
+            send(s, chunk, half, slot, is_active, warp, lane);
         }
+        barrier_wait(received, first_chunk / AT_ONCE % 2);
+        if (has_query) {
+            fold_in(maximum, total, sum, s, eighth, at_once, lane);
+        }
+        wait_until_sent();
     }
-    sync_cluster();
-
-    // As `combine`: a warp folds one row.
     if (has_query) {
-        float maximum = -INFINITY, total = 0.0f, sum[4] = {};
-#pragma unroll 1
-        for (int first = 0; first < chunks; first += FOLDED_AT_ONCE) {
-            float2 weights[FOLDED_AT_ONCE];
-            float4 values_of[FOLDED_AT_ONCE];
-#pragma unroll
-            for (int i = 0; i < FOLDED_AT_ONCE; ++i) {
-                if (first + i < chunks) {
-                    const int of_half = i / CLUSTER % HALVES;
-                    Chunk *from = first == 0 ? &s.first[of_half] : reinterpret_cast<Chunk *>(s.tiles[of_half]);
-                    from = in_block(from, i % CLUSTER);
-                    weights[i] = from->weights[row];
-                    values_of[i] = *reinterpret_cast<const float4 *>(&from->values[row][lane * 4]);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < FOLDED_AT_ONCE; ++i) {
-                if (first + i < chunks) {
-                    const float new_maximum = fmaxf(maximum, weights[i].x);
-                    const float by = worth(maximum, new_maximum), chunk_by = worth(weights[i].x, new_maximum);
-                    total = fold(total, by, weights[i].y, chunk_by);
-                    maximum = new_maximum;
-                    sum[0] = fold(sum[0], by, values_of[i].x, chunk_by);
-                    sum[1] = fold(sum[1], by, values_of[i].y, chunk_by);
-                    sum[2] = fold(sum[2], by, values_of[i].z, chunk_by);
-                    sum[3] = fold(sum[3], by, values_of[i].w, chunk_by);
-                }
-            }
-        }
         const float inverse = __frcp_rn(total);
         const uint2 result = make_uint2(packed(__fmul_rn(sum[0], inverse), __fmul_rn(sum[1], inverse)),
                                         packed(__fmul_rn(sum[2], inverse), __fmul_rn(sum[3], inverse)));
         *reinterpret_cast<uint2 *>(out + (size_t(row % PAGE) * heads + head) * DIM + lane * 4) = result;
     }
-    // No block ends while another reads its memory.
-    sync_cluster_before_end();
 }

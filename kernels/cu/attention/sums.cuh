@@ -125,8 +125,9 @@ struct Sums {
     }
 };
 
-/// scores = q . k of a warp's 16 rows of queries and the keys of a tile, both at shared addresses.
-__device__ __forceinline__ void score(float (&scores)[16][4], uint32_t queries, uint32_t keys, int tile_pages, int lane) {
+/// scores = q . k of a warp's 16 rows of queries and the keys of a tile, both at shared addresses; anything for pages that are
+/// not there: without branches loads run ahead of products.
+__device__ __forceinline__ void score(float (&scores)[16][4], uint32_t queries, uint32_t keys, int lane) {
 #pragma unroll
     for (int n = 0; n < 16; ++n) {
 #pragma unroll
@@ -140,16 +141,11 @@ __device__ __forceinline__ void score(float (&scores)[16][4], uint32_t queries, 
         uint32_t query[4];
         load_matrices(query, queries + swizzled(lane % 16, k * 2 + lane / 16));
 #pragma unroll
-        for (int page = 0; page < TILE_PAGES; ++page) {
-            if (page < tile_pages) {
-#pragma unroll
-                for (int n = page * 4; n < page * 4 + 4; n += 2) {
-                    uint32_t b[4];
-                    load_matrices(b, keys + swizzled(n * 8 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
-                    multiply(scores[n], query, b[0], b[1]);
-                    multiply(scores[n + 1], query, b[2], b[3]);
-                }
-            }
+        for (int n = 0; n < 16; n += 2) {
+            uint32_t b[4];
+            load_matrices(b, keys + swizzled(n * 8 + lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+            multiply(scores[n], query, b[0], b[1]);
+            multiply(scores[n + 1], query, b[2], b[3]);
         }
     }
 }

@@ -19,11 +19,28 @@ __device__ __forceinline__ void wait_for_cluster() {
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
 
-/// Waits for all threads of the cluster, without a promise about what they wrote: for blocks that end only when no other
-/// reads their memory any more.
-__device__ __forceinline__ void sync_cluster_before_end() {
-    arrive_in_cluster();
-    wait_for_cluster();
+/// Where a shared address of this block is in block `rank` of the cluster, for instructions that want it as a number.
+__device__ __forceinline__ uint32_t address_in_block(uint32_t address, int rank) {
+    uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+/// Begins copying `bytes`, a multiple of 16, of this block's shared memory to another's, whose barrier they are reported to.
+__device__ __forceinline__ void send_bulk(uint32_t to, uint32_t from, uint32_t bytes, uint32_t barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n"
+                 "cp.async.bulk.commit_group;" ::"r"(to), "r"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+/// Waits until all that this thread sends has been read.
+__device__ __forceinline__ void wait_until_sent() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+/// What this thread has written to shared memory comes before copies that are begun after the next barrier.
+__device__ __forceinline__ void let_copies_see() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 /// Where `p`, in this block's shared memory, is in block `rank`'s of the cluster.

@@ -18,7 +18,7 @@ const PARTIAL_ROWS: usize = 64;
 const ONE_CLUSTER: usize = 8;
 const ONE_ROWS: usize = 64;
 const ONE_THREADS: u32 = 256;
-const ONE_SHARED_BYTES: u32 = 217 * 1024;
+const ONE_SHARED_BYTES: u32 = 217 * 1024 + 16;
 
 /// `tiles` tiles of 128 keys and of 128 values each, and `rows` queries.
 const fn shared_bytes(tiles: usize, rows: usize) -> u32 {
