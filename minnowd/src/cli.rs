@@ -32,6 +32,7 @@ use crate::engine::QueueLimits;
 use crate::keys::{KeyDigest, KeySources};
 use crate::model::{ExpertActivations, Need};
 use crate::supervisor::Supervisor;
+use crate::weights::HugePages;
 
 /// Serves LLaDA2.x block-diffusion language models over an OpenAI-compatible API.
 #[derive(Debug, Parser)]
@@ -96,6 +97,9 @@ struct ModelArgs {
     /// Compare the digests of all tensors with the manifest while loading; auto does so for files below 1 GiB
     #[arg(long, value_name = "WHEN", value_enum, default_value_t = PayloadArg::Auto, env = "MINNOWD_VERIFY_PAYLOAD")]
     verify_payload: PayloadArg,
+    /// Whether weights that are read into memory, so without --io mmap, ask for huge pages: auto or never
+    #[arg(long, value_name = "WHEN", value_enum, default_value_t = HugePagesArg::Auto, env = "MINNOWD_HUGEPAGES")]
+    hugepages: HugePagesArg,
     /// Positions a request may use, prompt and output together; default: what the model was made for, at most 32768
     #[arg(long, value_name = "TOKENS", env = "MINNOWD_MAX_CONTEXT")]
     max_context: Option<usize>,
@@ -109,6 +113,12 @@ struct ModelArgs {
 enum PayloadArg {
     Auto,
     Always,
+    Never,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum HugePagesArg {
+    Auto,
     Never,
 }
 
@@ -750,6 +760,10 @@ impl ModelArgs {
                 PayloadArg::Auto => VerifyPayload::Auto,
                 PayloadArg::Always => VerifyPayload::Always,
                 PayloadArg::Never => VerifyPayload::Never,
+            },
+            huge_pages: match self.hugepages {
+                HugePagesArg::Auto => HugePages::Auto,
+                HugePagesArg::Never => HugePages::Never,
             },
             max_context: self.max_context,
             cache_max_bytes: self.cache_max_mib.map(|mib| mib.saturating_mul(1 << 20)),

@@ -15,6 +15,7 @@ use crate::decoder::{Algorithm, OptionError, Options, Preset};
 use crate::engine::QueueLimits;
 use crate::keys::KeySources;
 use crate::model::ExpertActivations;
+use crate::weights::HugePages;
 
 /// What was typed does not make sense; exit code 2.
 #[derive(Debug, Error)]
@@ -49,6 +50,8 @@ pub struct ModelSource {
     pub expert_activations: ExpertActivations,
     /// Whether payload digests are compared while loading.
     pub verify_payload: VerifyPayload,
+    /// What pages back weights that are read into memory.
+    pub huge_pages: HugePages,
     /// Positions a request may use; `None` is the model's limit, at most [`DEFAULT_CONTEXT_MAX`].
     pub max_context: Option<usize>,
     /// Memory for keys and values; `None` is room for every running request's context, at most a quarter of the

@@ -113,7 +113,7 @@ impl Loaded {
 pub struct Opened {
     checkpoint: Checkpoint,
     name: String,
-    verify_payload: VerifyPayload,
+    load: LoadOptions,
     /// Its tensors in this process's memory, for backends that compute there; loaded when the first one asks.
     weights: OnceCell<Weights>,
 }
@@ -155,7 +155,8 @@ impl Opened {
             crate::config::VerifyPayload::Never => VerifyPayload::Never,
         };
         checkpoint.check_model().with_context(|| name.clone())?;
-        Ok(Self { checkpoint, name, verify_payload, weights: OnceCell::new() })
+        let load = LoadOptions { verify_payload, huge_pages: source.huge_pages };
+        Ok(Self { checkpoint, name, load, weights: OnceCell::new() })
     }
 
     /// What the model looks like.
@@ -169,8 +170,7 @@ impl Opened {
         if let Some(weights) = self.weights.get() {
             return Ok(weights);
         }
-        let options = LoadOptions { verify_payload: self.verify_payload };
-        let weights = Weights::load(&self.checkpoint, options).with_context(|| self.name.clone())?;
+        let weights = Weights::load(&self.checkpoint, self.load).with_context(|| self.name.clone())?;
         Ok(self.weights.get_or_init(|| weights))
     }
 
@@ -221,7 +221,7 @@ impl Opened {
             running_max,
             context: self.context(source)?,
             cache_max_bytes: source.cache_max_bytes,
-            verifies: self.verify_payload.applies_to(&self.checkpoint),
+            verifies: self.load.verify_payload.applies_to(&self.checkpoint),
             expert_activations: source.expert_activations,
         };
         let backend = Cuda::new(&self.checkpoint, options).with_context(|| format!("--device cuda:{ordinal}"))?;

@@ -29,7 +29,7 @@ fn weights() -> Weights {
     let folder = tempfile::tempdir().unwrap();
     checkpoint::write("t16", 1, folder.path());
     let checkpoint = Checkpoint::open(folder.path(), IoBackend::Buffered).unwrap();
-    Weights::load(&checkpoint, LoadOptions { verify_payload: VerifyPayload::Never }).unwrap()
+    Weights::load(&checkpoint, LoadOptions { verify_payload: VerifyPayload::Never, ..LoadOptions::default() }).unwrap()
 }
 
 fn backends(weights: &Weights) -> [Box<dyn Backend>; 2] {

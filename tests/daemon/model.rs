@@ -16,7 +16,7 @@ use minnowd::model::reference::Reference;
 use minnowd::model::trace::Trace;
 use minnowd::model::verify::{Difference, TOLERANCE_F32, compare};
 use minnowd::model::{Backend, Batch, Need, Output, PageId, Point, Segment};
-use minnowd::weights::{LoadOptions, VerifyPayload, Weights};
+use minnowd::weights::{HugePages, LoadOptions, VerifyPayload, Weights};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 
@@ -539,6 +539,38 @@ fn mapped_weights_are_borrowed_and_others_are_owned() {
 }
 
 #[test]
+fn weights_that_are_read_begin_pages_and_are_the_same_bytes_whatever_pages_they_have() {
+    let folder = tempfile::tempdir().unwrap();
+    checkpoint::write("t16", 1, folder.path());
+    let source = Checkpoint::open(folder.path(), IoBackend::Auto).unwrap();
+    let file = folder.path().join("t16.mnw");
+    convert::write_mnw(&source, &file, Encoding::I4Mma, GroupSize::new(32).unwrap());
+    let load = |io, huge_pages| {
+        let checkpoint = Checkpoint::open(&file, io).unwrap();
+        Weights::load(&checkpoint, LoadOptions { huge_pages, ..LoadOptions::default() }).unwrap()
+    };
+    let mapped = load(IoBackend::Mmap, HugePages::Auto);
+    for (io, huge_pages) in [
+        (IoBackend::Buffered, HugePages::Auto),
+        (IoBackend::Buffered, HugePages::Never),
+        (IoBackend::Direct, HugePages::Auto),
+    ] {
+        let read = load(io, huge_pages);
+        let matrices = |weights: &Weights| -> Vec<_> {
+            let of_layers = weights.layers.iter().flat_map(|layer| layer.matrices());
+            [&weights.embedding, &weights.head].into_iter().chain(of_layers).cloned().collect()
+        };
+        for (read, mapped) in matrices(&read).iter().zip(matrices(&mapped)) {
+            let name = format!("{} by {io:?} with {huge_pages:?}", read.name);
+            assert!(*read.data == *mapped.data && *read.scales == *mapped.scales, "{name}");
+            assert!(!read.data.is_borrowed() && read.data.as_ptr().addr() % 4096 == 0, "{name}");
+        }
+        assert_eq!(read.layers[0].input_norm, mapped.layers[0].input_norm);
+        assert_eq!(read.resident().borrowed, 0);
+    }
+}
+
+#[test]
 fn a_damaged_payload_is_refused_by_the_name_of_its_tensor() {
     let folder = tempfile::tempdir().unwrap();
     checkpoint::write("t16", 1, folder.path());
@@ -554,7 +586,7 @@ fn a_damaged_payload_is_refused_by_the_name_of_its_tensor() {
         let path = folder.path().join("damaged.mnw");
         std::fs::write(&path, damaged).unwrap();
         let checkpoint = Checkpoint::open(&path, IoBackend::Buffered).unwrap();
-        let loaded = Weights::load(&checkpoint, LoadOptions { verify_payload });
+        let loaded = Weights::load(&checkpoint, LoadOptions { verify_payload, ..LoadOptions::default() });
         loaded.map(|_| ()).map_err(|error| error.to_string())
     };
     let flip = |byte: &mut u8| *byte ^= 0x10;

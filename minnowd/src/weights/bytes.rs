@@ -3,21 +3,22 @@
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
+use memmap2::Mmap;
 use minnow_formats::checkpoint::Span;
 use minnow_formats::io::ReadAt;
 
-/// Immutable bytes, cheap to clone. Borrowed ones keep their file open.
-#[derive(Clone, Debug)]
+/// Immutable bytes, cheap to clone. Borrowed ones keep their file open. By default there are none.
+#[derive(Clone, Debug, Default)]
 pub struct Bytes(Home);
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 enum Home {
+    #[default]
+    Nowhere,
     /// `range` lies within the slice that `file` gives.
-    File {
-        file: Arc<dyn ReadAt>,
-        range: Range<usize>,
-    },
-    Memory(Arc<Vec<u8>>),
+    File { file: Arc<dyn ReadAt>, range: Range<usize> },
+    /// `range` lies within `memory`.
+    Region { memory: Arc<Mmap>, range: Range<usize> },
 }
 
 impl Bytes {
@@ -30,22 +31,20 @@ impl Bytes {
         Some(Self(Home::File { file: Arc::clone(file), range }))
     }
 
-    /// Bytes of their own.
+    /// Part of memory that this process has for itself.
+    ///
+    /// # Panics
+    /// If `range` ends behind it.
     #[must_use]
-    pub fn owned(bytes: Vec<u8>) -> Self {
-        Self(Home::Memory(Arc::new(bytes)))
+    pub(super) fn in_region(memory: &Arc<Mmap>, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= memory.len(), "{range:?} of {} bytes", memory.len());
+        Self(Home::Region { memory: Arc::clone(memory), range })
     }
 
     /// Whether the bytes belong to a file in memory.
     #[must_use]
     pub fn is_borrowed(&self) -> bool {
         matches!(self.0, Home::File { .. })
-    }
-}
-
-impl Default for Bytes {
-    fn default() -> Self {
-        Self::owned(Vec::new())
     }
 }
 
@@ -57,7 +56,8 @@ impl Deref for Bytes {
             Home::File { file, range } => {
                 &file.as_slice().expect("a file in memory stays there while it is open")[range.clone()]
             }
-            Home::Memory(bytes) => bytes,
+            Home::Region { memory, range } => &memory[range.clone()],
+            Home::Nowhere => &[],
         }
     }
 }

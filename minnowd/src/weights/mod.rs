@@ -8,9 +8,11 @@
 //! quantized, and no scale is unusable.
 
 mod bytes;
+mod regions;
 
 use std::borrow::Cow;
-use std::fmt;
+use std::collections::HashMap;
+use std::{fmt, io};
 
 use minnow_common::inventory::{self, EMBEDDING, FINAL_NORM, HEAD, PROJECTIONS};
 use minnow_common::units::HumanBytes;
@@ -21,6 +23,7 @@ use minnow_kernels::matrix::WeightMatrix;
 use thiserror::Error;
 
 pub use bytes::Bytes;
+use regions::Parts;
 
 /// Payloads up to this size are verified by default: a second of hashing at most, against a silent wrong answer.
 pub const VERIFY_AUTO_BYTES_MAX: u64 = 1 << 30;
@@ -122,11 +125,23 @@ pub struct Resident {
     pub borrowed: u64,
 }
 
-/// What loading checks beyond names, shapes and scales.
+/// What loading checks beyond names, shapes and scales, and where tensors go.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LoadOptions {
     /// Whether every payload is compared with its digest.
     pub verify_payload: VerifyPayload,
+    /// What pages back tensors that are read.
+    pub huge_pages: HugePages,
+}
+
+/// What pages back tensors that are read into memory. Mapped files have the page cache's.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum HugePages {
+    /// Huge ones where the system has them: fewer of a core's reads wait for a translation of addresses.
+    #[default]
+    Auto,
+    /// What the system does by itself.
+    Never,
 }
 
 /// Whether payloads are compared with the digests of a `.mnw` file. Safetensors files have none.
@@ -153,6 +168,14 @@ pub enum LoadError {
     /// A tensor cannot be read, or does not match its digest.
     #[error(transparent)]
     Read(#[from] ReadError),
+    /// There is no memory for tensors.
+    #[error("{} for weights: {error}", HumanBytes(*.bytes as u64))]
+    Memory {
+        /// How much was asked for.
+        bytes: usize,
+        /// Why not.
+        error: io::Error,
+    },
     /// A scale is zero, negative or not finite, or a region has the wrong size.
     #[error("tensor {tensor} cannot be used: {source}")]
     Payload {
@@ -171,7 +194,11 @@ impl Weights {
         if config.block_size != BLOCK {
             return Err(LoadError::BlockSize(config.block_size));
         }
-        let source = Source { checkpoint, verifies: options.verify_payload.applies_to(checkpoint) };
+        let needed = inventory::needed(&config);
+        // Vectors are read one by one, for they are widened.
+        let matrices = needed.iter().filter(|needed| needed.shape.dims().len() > 1);
+        let loaded = regions::read(checkpoint, matrices.map(|needed| needed.name.as_str()), options.huge_pages)?;
+        let source = Source { checkpoint, loaded, verifies: options.verify_payload.applies_to(checkpoint) };
         let embedding = source.stored(EMBEDDING)?;
         let layers = (0..config.num_hidden_layers).map(|index| source.layer(index)).collect::<Result<_, _>>()?;
         let final_norm = source.widened(FINAL_NORM)?;
@@ -291,6 +318,8 @@ impl fmt::Display for Resident {
 /// Takes tensors out of a checkpoint, checking each.
 struct Source<'a> {
     checkpoint: &'a Checkpoint,
+    /// The matrices of files that are not in memory as a whole.
+    loaded: HashMap<&'a str, Parts>,
     verifies: bool,
 }
 
@@ -337,9 +366,18 @@ impl Source<'_> {
         Ok(Gated { gate: self.stored(&gate)?, up: self.stored(&up)?, down: self.stored(&down)? })
     }
 
-    /// A floating tensor, in f32.
+    /// A floating vector, in f32.
     fn widened(&self, name: &str) -> Result<Vec<f32>, LoadError> {
-        Ok(self.stored(name)?.decoded())
+        let read = self.checkpoint.read(name)?;
+        if self.verifies {
+            self.checkpoint.verify(name, &read)?;
+        }
+        let spec = &self.tensor(name)?.spec;
+        let matrix = WeightMatrix::new(spec, &read.data, read.scales.as_deref().unwrap_or_default())
+            .map_err(|source| LoadError::Payload { tensor: name.to_owned(), source })?;
+        let mut out = vec![0.0; matrix.rows() * matrix.cols()];
+        codec::decode_rows(&matrix, 0, &mut out);
+        Ok(out)
     }
 
     /// A tensor as it is stored.
@@ -356,7 +394,7 @@ impl Source<'_> {
         Ok(Stored { name: name.to_owned(), spec, data, scales })
     }
 
-    /// Data and scales: borrowed where the file is in memory anyway, else read.
+    /// Data and scales of a matrix: borrowed where the file is in memory anyway, else what was read.
     fn regions(&self, name: &str) -> Result<(Bytes, Bytes), LoadError> {
         let tensor = self.tensor(name)?;
         let file = &self.checkpoint.files()[tensor.file];
@@ -364,9 +402,8 @@ impl Source<'_> {
             let scales = tensor.scales.and_then(|span| Bytes::borrowed(file, span));
             return Ok((data, scales.unwrap_or_default()));
         }
-        let read = self.checkpoint.read(name)?;
-        let scales = read.scales.map(|scales| Bytes::owned(scales.into_owned())).unwrap_or_default();
-        Ok((Bytes::owned(read.data.into_owned()), scales))
+        let [data, scales] = self.loaded.get(name).ok_or_else(|| ReadError::NoTensor(name.to_owned()))?.clone();
+        Ok((data, scales))
     }
 
     fn tensor(&self, name: &str) -> Result<&StoredTensor, LoadError> {
