@@ -59,15 +59,18 @@ __device__ __forceinline__ void load_pages(uint32_t to, const bf16 *head, const 
     }
 }
 
-/// Sends the sums of a chunk to the blocks that fold their rows, eight to each; by half a block, whose tiles are overwritten.
-__device__ __forceinline__ void send(Shared &s, const Sums &chunk, int half, int slot, bool is_active, int warp, int lane) {
+/// Sends the sums of a chunk to the blocks that fold their rows, a warp's first eight and its others; by half a block, whose
+/// tiles are overwritten. What stays here, in block `rank`, is put in its place.
+__device__ __forceinline__ void send(Shared &s, const Sums &chunk, int half, int rank, int slot, bool is_active, int warp,
+                                     int lane) {
     static_assert(OWN_ROWS == 8);
     Part *parts = reinterpret_cast<Part *>(s.tiles[half]);
     sync_half(half);
     if (is_active) {
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-            Part &to = parts[warp * 2 + side];
+            const int owner = warp * 2 + side;
+            Part &to = owner == rank ? s.parts[slot] : parts[owner];
             const int row = lane / 4;
             if (lane % 4 == 0) {
                 to.weights[row] = make_float2(chunk.maximum[side], chunk.total[side]);
@@ -80,10 +83,16 @@ __device__ __forceinline__ void send(Shared &s, const Sums &chunk, int half, int
         }
         let_copies_see();
     }
-    sync_half(half);
-    if (warp == 0 && lane < CLUSTER) {
-        send_bulk(address_in_block(shared_address(&s.parts[slot]), lane), shared_address(&parts[lane]), sizeof(Part),
-                  address_in_block(shared_address(&s.received), lane));
+    __syncwarp();
+    // By one lane, and none to this block: memcheck of compute-sanitizer takes others for copies to nowhere.
+    if (lane == 0) {
+#pragma unroll 1
+        for (int to = warp * 2; to < warp * 2 + 2; ++to) {
+            if (to != rank) {
+                send_bulk(address_in_block(shared_address(&s.parts[slot]), to), shared_address(&parts[to]), sizeof(Part),
+                          address_in_block(shared_address(&s.received), to));
+            }
+        }
     }
 }
 
@@ -132,7 +141,7 @@ attend_one(const bf16 *qkv, const bf16 *query_weight, const bf16 *key_weight, co
     let_next_start();
     const uint32_t received = shared_address(&s.received);
     if (threadIdx.x == 0) {
-        barrier_init(received, 1);
+        barrier_init(received, 1 + HALVES * WARP_ARRIVALS);
         barriers_ready();
     }
     arrive_in_cluster();
@@ -212,7 +221,8 @@ attend_one(const bf16 *qkv, const bf16 *query_weight, const bf16 *key_weight, co
     for (int first_chunk = 0; first_chunk < chunks; first_chunk += AT_ONCE) {
         const int chunk_index = first_chunk + slot, at_once = min(chunks - first_chunk, AT_ONCE);
         if (threadIdx.x == 0) {
-            barrier_expect(received, at_once * sizeof(Part));
+            const int own = int(first_chunk + rank < chunks) + int(first_chunk + CLUSTER + rank < chunks);
+            barrier_expect(received, (at_once - own) * sizeof(Part));
         }
         Sums chunk;
         chunk.clear();
@@ -247,7 +257,11 @@ attend_one(const bf16 *qkv, const bf16 *query_weight, const bf16 *key_weight, co
             sync_cluster();
         }
         if (chunk_index < chunks) {
-            send(s, chunk, half, slot, is_active, warp, lane);
+            send(s, chunk, half, rank, slot, is_active, warp, lane);
+        }
+        if (warp == rank / 2) {
+            // Each half says that what it has for this block is there, or that it has nothing.
+            warp_arrive(received);
         }
         barrier_wait(received, first_chunk / AT_ONCE % 2);
         if (has_query) {
