@@ -38,7 +38,8 @@ __device__ __forceinline__ void wait_until_sent() {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-/// What this thread has written to shared memory comes before copies that are begun after the next barrier of its block or warp.
+/// What this thread has written to shared memory comes before copies that are begun after the next barrier of its block or
+/// warp.
 __device__ __forceinline__ void let_copies_see() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use memmap2::{Advice, MmapMut};
+use memmap2::{Advice, Mmap, MmapMut};
 use minnow_formats::checkpoint::{Checkpoint, ReadError, Span};
 use rayon::prelude::*;
 
@@ -39,7 +39,7 @@ pub(super) fn read<'a>(
 ) -> Result<HashMap<&'a str, Parts>, LoadError> {
     let mut readings = Vec::new();
     for name in names {
-        let tensor = &checkpoint.tensors().get(name).ok_or_else(|| ReadError::NoTensor(name.to_owned()))?;
+        let tensor = checkpoint.tensors().get(name).ok_or_else(|| ReadError::NoTensor(name.to_owned()))?;
         if checkpoint.files()[tensor.file].as_slice().is_some() {
             continue;
         }
@@ -85,7 +85,7 @@ fn read_region(
     readings: &[Reading<'_>],
     bytes: usize,
     huge_pages: HugePages,
-) -> Result<(Arc<memmap2::Mmap>, Vec<Range<usize>>), LoadError> {
+) -> Result<(Arc<Mmap>, Vec<Range<usize>>), LoadError> {
     let failed = |error| LoadError::Memory { bytes, error };
     let mut memory = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE_BYTES)).map_err(failed)?;
     if huge_pages == HugePages::Auto {
