@@ -18,7 +18,7 @@ use clap::{ArgMatches, Args, CommandFactory, FromArgMatches, Parser, Subcommand,
 use clap_complete::Shell;
 use minnow_common::BLOCK;
 use minnow_formats::hub::{Address, AddressError, Settings as HubSettings};
-use minnow_formats::io::IoBackend;
+use minnow_formats::io::{HugePages, IoBackend};
 use minnow_kernels::cpu::Isa;
 
 use crate::commands;
@@ -32,7 +32,6 @@ use crate::engine::QueueLimits;
 use crate::keys::{KeyDigest, KeySources};
 use crate::model::{ExpertActivations, Need};
 use crate::supervisor::Supervisor;
-use crate::weights::HugePages;
 
 /// Serves LLaDA2.x block-diffusion language models over an OpenAI-compatible API.
 #[derive(Debug, Parser)]

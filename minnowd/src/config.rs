@@ -7,7 +7,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use minnow_formats::hub::{Address, Settings};
-use minnow_formats::io::IoBackend;
+use minnow_formats::io::{HugePages, IoBackend};
 use minnow_kernels::cpu::Isa;
 use thiserror::Error;
 
@@ -15,7 +15,6 @@ use crate::decoder::{Algorithm, OptionError, Options, Preset};
 use crate::engine::QueueLimits;
 use crate::keys::KeySources;
 use crate::model::ExpertActivations;
-use crate::weights::HugePages;
 
 /// What was typed does not make sense; exit code 2.
 #[derive(Debug, Error)]

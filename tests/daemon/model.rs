@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use minnow_common::{BLOCK, Encoding, FloatType, GroupSize, ModelConfig, inventory};
 use minnow_formats::checkpoint::Checkpoint;
-use minnow_formats::io::IoBackend;
+use minnow_formats::io::{HugePages, IoBackend};
 use minnow_kernels::cpu::Isa;
 use minnow_tests::{checkpoint, convert, golden};
 use minnowd::decoder::{
@@ -16,7 +16,7 @@ use minnowd::model::reference::Reference;
 use minnowd::model::trace::Trace;
 use minnowd::model::verify::{Difference, TOLERANCE_F32, compare};
 use minnowd::model::{Backend, Batch, Need, Output, PageId, Point, Segment};
-use minnowd::weights::{HugePages, LoadOptions, VerifyPayload, Weights};
+use minnowd::weights::{LoadOptions, VerifyPayload, Weights};
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 

@@ -24,6 +24,7 @@ mod mmap;
 pub(crate) mod output;
 pub mod queue;
 pub(crate) mod read_ahead;
+mod region;
 mod uring;
 
 use std::fmt;
@@ -39,6 +40,7 @@ pub use aligned::AlignedBuffer;
 pub use disk::{Disk, SystemDisk, system_disk};
 pub use error::{IoError, OsCause};
 pub use queue::{ReadCompletion, ReadQueue, ReadRequest, SyncQueue, ThreadQueue};
+pub use region::{HugePages, Region, RegionMut};
 
 /// Random access to one file, or to memory. Offsets count from the start; reads may run in several threads at once.
 pub trait ReadAt: Send + Sync + fmt::Debug {

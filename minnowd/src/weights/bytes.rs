@@ -3,9 +3,8 @@
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-use memmap2::Mmap;
 use minnow_formats::checkpoint::Span;
-use minnow_formats::io::ReadAt;
+use minnow_formats::io::{ReadAt, Region};
 
 /// Immutable bytes, cheap to clone. Borrowed ones keep their file open. By default there are none.
 #[derive(Clone, Debug, Default)]
@@ -18,7 +17,7 @@ enum Home {
     /// `range` lies within the slice that `file` gives.
     File { file: Arc<dyn ReadAt>, range: Range<usize> },
     /// `range` lies within `memory`.
-    Region { memory: Arc<Mmap>, range: Range<usize> },
+    Region { memory: Arc<Region>, range: Range<usize> },
 }
 
 impl Bytes {
@@ -36,7 +35,7 @@ impl Bytes {
     /// # Panics
     /// If `range` ends behind it.
     #[must_use]
-    pub(super) fn in_region(memory: &Arc<Mmap>, range: Range<usize>) -> Self {
+    pub(super) fn in_region(memory: &Arc<Region>, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= memory.len(), "{range:?} of {} bytes", memory.len());
         Self(Home::Region { memory: Arc::clone(memory), range })
     }

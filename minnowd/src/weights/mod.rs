@@ -18,6 +18,7 @@ use minnow_common::inventory::{self, EMBEDDING, FINAL_NORM, HEAD, PROJECTIONS};
 use minnow_common::units::HumanBytes;
 use minnow_common::{BLOCK, ModelConfig, TensorSpec};
 use minnow_formats::checkpoint::{Checkpoint, ModelError, ReadError, StoredTensor, TensorBytes};
+use minnow_formats::io::HugePages;
 use minnow_kernels::codec::{self, CodecError};
 use minnow_kernels::matrix::WeightMatrix;
 use thiserror::Error;
@@ -130,18 +131,8 @@ pub struct Resident {
 pub struct LoadOptions {
     /// Whether every payload is compared with its digest.
     pub verify_payload: VerifyPayload,
-    /// What pages back tensors that are read.
+    /// What pages back tensors that are read into memory. Mapped files have the page cache's.
     pub huge_pages: HugePages,
-}
-
-/// What pages back tensors that are read into memory. Mapped files have the page cache's.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum HugePages {
-    /// Huge ones where the system has them: fewer of a core's reads wait for a translation of addresses.
-    #[default]
-    Auto,
-    /// What the system does by itself.
-    Never,
 }
 
 /// Whether payloads are compared with the digests of a `.mnw` file. Safetensors files have none.

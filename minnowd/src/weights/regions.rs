@@ -4,19 +4,17 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use memmap2::{Advice, Mmap, MmapMut};
 use minnow_formats::checkpoint::{Checkpoint, ReadError, Span};
+use minnow_formats::io::{HugePages, Region, RegionMut};
 use rayon::prelude::*;
 
+use super::LoadError;
 use super::bytes::Bytes;
-use super::{HugePages, LoadError};
 
 /// Bytes of a region, unless a tensor alone has more.
 const REGION_BYTES: usize = 1 << 30;
 /// Every tensor begins at a multiple of this, as in a `.mnw` file: direct reads need no copy then.
 const ALIGNMENT: usize = 4096;
-/// A huge page of x86-64, and the usual one of AArch64.
-const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Data and scales of a tensor; no bytes where it has none.
 pub(super) type Parts = [Bytes; 2];
@@ -85,17 +83,11 @@ fn read_region(
     readings: &[Reading<'_>],
     bytes: usize,
     huge_pages: HugePages,
-) -> Result<(Arc<Mmap>, Vec<Range<usize>>), LoadError> {
+) -> Result<(Arc<Region>, Vec<Range<usize>>), LoadError> {
     let failed = |error| LoadError::Memory { bytes, error };
-    let mut memory = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE_BYTES)).map_err(failed)?;
-    if huge_pages == HugePages::Auto {
-        // A system without huge pages refuses; then these are small ones.
-        _ = memory.advise(Advice::HugePage);
-    }
-    let address = memory.as_ptr().addr();
-    let mut start = address.next_multiple_of(HUGE_PAGE_BYTES) - address;
+    let mut memory = RegionMut::new(bytes, huge_pages).map_err(failed)?;
     let mut ranges = Vec::with_capacity(readings.len());
-    let mut free = &mut memory[start..];
+    let (mut start, mut free) = (0, &mut memory[..]);
     let mut slices = Vec::with_capacity(readings.len());
     for reading in readings {
         let taken = reading.bytes.next_multiple_of(ALIGNMENT);
@@ -108,7 +100,7 @@ fn read_region(
     slices.into_par_iter().zip(readings).with_max_len(1).try_for_each(|(out, reading)| {
         checkpoint.files()[reading.file].read_exact_at(reading.span.offset, out).map_err(ReadError::from)
     })?;
-    Ok((Arc::new(memory.make_read_only().map_err(failed)?), ranges))
+    Ok((Arc::new(memory.keep().map_err(failed)?), ranges))
 }
 
 #[cfg(test)]
