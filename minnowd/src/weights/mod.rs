@@ -186,9 +186,8 @@ impl Weights {
             return Err(LoadError::BlockSize(config.block_size));
         }
         let needed = inventory::needed(&config);
-        // Vectors are read one by one, for they are widened.
-        let matrices = needed.iter().filter(|needed| needed.shape.dims().len() > 1);
-        let loaded = regions::read(checkpoint, matrices.map(|needed| needed.name.as_str()), options.huge_pages)?;
+        let names = needed.iter().map(|needed| needed.name.as_str());
+        let loaded = regions::read(checkpoint, names, options.huge_pages)?;
         let source = Source { checkpoint, loaded, verifies: options.verify_payload.applies_to(checkpoint) };
         let embedding = source.stored(EMBEDDING)?;
         let layers = (0..config.num_hidden_layers).map(|index| source.layer(index)).collect::<Result<_, _>>()?;
@@ -309,7 +308,7 @@ impl fmt::Display for Resident {
 /// Takes tensors out of a checkpoint, checking each.
 struct Source<'a> {
     checkpoint: &'a Checkpoint,
-    /// The matrices of files that are not in memory as a whole.
+    /// The tensors of files that are not in memory as a whole.
     loaded: HashMap<&'a str, Parts>,
     verifies: bool,
 }
@@ -357,18 +356,9 @@ impl Source<'_> {
         Ok(Gated { gate: self.stored(&gate)?, up: self.stored(&up)?, down: self.stored(&down)? })
     }
 
-    /// A floating vector, in f32.
+    /// A floating tensor, in f32.
     fn widened(&self, name: &str) -> Result<Vec<f32>, LoadError> {
-        let read = self.checkpoint.read(name)?;
-        if self.verifies {
-            self.checkpoint.verify(name, &read)?;
-        }
-        let spec = &self.tensor(name)?.spec;
-        let matrix = WeightMatrix::new(spec, &read.data, read.scales.as_deref().unwrap_or_default())
-            .map_err(|source| LoadError::Payload { tensor: name.to_owned(), source })?;
-        let mut out = vec![0.0; matrix.rows() * matrix.cols()];
-        codec::decode_rows(&matrix, 0, &mut out);
-        Ok(out)
+        Ok(self.stored(name)?.decoded())
     }
 
     /// A tensor as it is stored.
@@ -385,7 +375,7 @@ impl Source<'_> {
         Ok(Stored { name: name.to_owned(), spec, data, scales })
     }
 
-    /// Data and scales of a matrix: borrowed where the file is in memory anyway, else what was read.
+    /// Data and scales: borrowed where the file is in memory anyway, else what was read.
     fn regions(&self, name: &str) -> Result<(Bytes, Bytes), LoadError> {
         let tensor = self.tensor(name)?;
         let file = &self.checkpoint.files()[tensor.file];
