@@ -34,6 +34,10 @@ pub(super) fn column_blocks(matrix: &mut [f32], cols: usize, width: usize) -> Ve
 }
 
 impl ColumnBlock<'_> {
+    pub(super) fn rows(&self) -> usize {
+        self.rows
+    }
+
     /// This block's part of a row.
     pub(super) fn row_mut(&mut self, row: usize) -> &mut [f32] {
         assert!(row < self.rows);

@@ -43,7 +43,6 @@ pub fn experts_int8<'a>(
     expert: impl Fn(u32) -> Expert<'a>,
 ) {
     let Some(Uses { experts, .. }) = Uses::new(out, x, ids, weights, hidden, expert) else { return };
-    out.fill(0.0);
     for Used { expert: Expert { gate, up, down }, .. } in &experts {
         assert!([gate, up, down].into_iter().all(has_int8_experts));
     }
@@ -51,6 +50,7 @@ pub fn experts_int8<'a>(
     if tiles::multiplies_codes(isa) {
         return tiles::experts_int8(isa, out, x, weights, hidden, &experts);
     }
+    out.fill(0.0);
     let gated = experts.par_iter().map(|used| {
         let Expert { gate: gate_of, up: up_of, .. } = &used.expert;
         let x = quantized(isa, &used.gathered(x, hidden), hidden);

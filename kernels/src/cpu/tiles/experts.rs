@@ -1,5 +1,7 @@
 //! The experts' feed-forward: gathered once, gate, up and SiLU together, and a sum over experts in ascending order.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 
 use super::codes::{self, CodeWork};
@@ -11,7 +13,7 @@ use super::{
     on_code_engine, on_engine,
 };
 use crate::cpu::Isa;
-use crate::cpu::columns::column_blocks;
+use crate::cpu::columns::{ColumnBlock, column_blocks};
 use crate::cpu::elementwise::SwigluInPlace;
 use crate::cpu::experts::{Expert, Used};
 use crate::cpu::kept::with_kept;
@@ -19,8 +21,12 @@ use crate::cpu::kept::with_kept;
 /// Rows that an expert takes at a time: they and what becomes of them stay in the second cache. Weights are decoded once
 /// for as many.
 const ROWS_TOGETHER: usize = 128;
+/// Features of `down` that a task computes at most.
+const DOWN_FEATURES: usize = 256;
+/// Bytes of their sums, of all rows: they stay in the second cache.
+const SUMS_BYTES: usize = 1 << 19;
 
-/// `out[r] += weight * feed_forward(x[r])` over all uses of all experts, in ascending order of `used`.
+/// `out[r] = sum of weight * feed_forward(x[r])` over all uses of all experts, in ascending order of `used`.
 /// `x`, `out`: `[rows, hidden]`; `weights` by slot. All experts have the same shape and encodings.
 pub(in crate::cpu) fn experts(isa: Isa, out: &mut [f32], x: &[f32], weights: &[f32], hidden: usize, used: &[Used<'_>]) {
     if !used.is_empty() {
@@ -218,6 +224,8 @@ struct GateScratch {
 #[derive(Default)]
 struct DownScratch {
     sums: Vec<Tile>,
+    /// `[rows][tiles]`
+    by_row: Vec<[f32; EDGE]>,
     products: Scratch,
 }
 
@@ -268,40 +276,70 @@ impl Experts<'_> {
             rest_of_scales = others;
             shares.push(Share { expert, rows, slots, gated: of_piece, scales });
         }
-        let blocks = column_blocks(out, hidden, BLOCK_FEATURES);
+        let count = features_a_task(hidden, out.len() / hidden);
+        let blocks = column_blocks(out, hidden, count);
         blocks.into_par_iter().enumerate().for_each(|(block, columns)| {
             let session = arithmetic.begin();
-            let block = block * BLOCK_FEATURES..hidden.min((block + 1) * BLOCK_FEATURES);
-            let add = |DownScratch { sums, products: scratch }: &mut DownScratch| {
-                let mut columns = columns;
-                for (index, share) in shares.iter().enumerate() {
-                    let rows = share.rows.len();
-                    let panels = PanelsView { lines: share.gated, steps: gated_steps, rows, scales: share.scales };
-                    let of_next = shares.get(index + 1).map(|share| Features::of(&share.expert.down, block.start));
-                    let mut features = Features::of(&share.expert.down, block.start);
-                    loop {
-                        let following = features.following().filter(|following| following.first < block.end);
-                        let tiles = features.tiles();
-                        sums.resize(panels.count() * tiles, Tile::ZERO);
-                        arithmetic.products(&session, sums, features.before(following.or(of_next)), panels, scratch);
-                        for (index, tile) in sums.iter().enumerate() {
-                            let (panel, column) = (index / tiles, features.first - block.start + index % tiles * EDGE);
-                            let by_row = arithmetic.wide().transposed(tile);
-                            for (row, values) in by_row.0.iter().enumerate().take(panels.rows_of(panel)) {
-                                let place = panel * EDGE + row;
-                                let out = &mut columns.row_mut(share.rows[place] as usize)[column..];
-                                let width = out.len().min(EDGE);
-                                let weight = weights[share.slots[place] as usize];
-                                arithmetic.wide().add_weighted(&mut out[..width], weight, values);
-                            }
-                        }
-                        let Some(following) = following else { break };
-                        features = following;
+            let features = block * count..hidden.min((block + 1) * count);
+            let task = DownTask { out: columns, weights, shares: &shares, gated_steps, features };
+            with_kept!(DownScratch, |scratch| task.run(arithmetic, &session, scratch));
+        });
+    }
+}
+
+/// Features of `down` that a task computes for so many rows. Each task reads what lies between the projections, of all
+/// experts, so more are better, as long as their sums stay in the second cache and there is a task for each thread.
+fn features_a_task(hidden: usize, rows: usize) -> usize {
+    let fitting = (SUMS_BYTES / size_of::<f32>() / rows).min(hidden / rayon::current_num_threads());
+    (fitting.min(DOWN_FEATURES) / BLOCK_FEATURES).max(1) * BLOCK_FEATURES
+}
+
+/// The second half of the work: some features of all rows of all experts.
+struct DownTask<'a> {
+    /// As many columns as there are features.
+    out: ColumnBlock<'a>,
+    /// By slot.
+    weights: &'a [f32],
+    shares: &'a [Share<'a>],
+    gated_steps: usize,
+    features: Range<usize>,
+}
+
+impl DownTask<'_> {
+    fn run<A: Arithmetic>(self, arithmetic: A, session: &A::Session, scratch: &mut DownScratch) {
+        let Self { mut out, weights, shares, gated_steps, features: of_task } = self;
+        let DownScratch { sums, by_row, products: scratch } = scratch;
+        let width = of_task.len();
+        // Rows of `out` lie a power of two apart, in the same few sets of the caches; added up here, they do not.
+        let row_tiles = width.div_ceil(EDGE);
+        by_row.clear();
+        by_row.resize(out.rows() * row_tiles, [0.0; EDGE]);
+        for (index, share) in shares.iter().enumerate() {
+            let rows = share.rows.len();
+            let panels = PanelsView { lines: share.gated, steps: gated_steps, rows, scales: share.scales };
+            let of_next = shares.get(index + 1).map(|share| Features::of(&share.expert.down, of_task.start));
+            let mut features = Features::of(&share.expert.down, of_task.start);
+            loop {
+                let following = features.following().filter(|following| following.first < of_task.end);
+                let tiles = features.tiles();
+                sums.resize(panels.count() * tiles, Tile::ZERO);
+                arithmetic.products(session, sums, features.before(following.or(of_next)), panels, scratch);
+                for (index, tile) in sums.iter().enumerate() {
+                    let (panel, column) = (index / tiles, (features.first - of_task.start) / EDGE + index % tiles);
+                    let values = arithmetic.wide().transposed(tile);
+                    for (row, values) in values.0.iter().enumerate().take(panels.rows_of(panel)) {
+                        let place = panel * EDGE + row;
+                        let sum = &mut by_row[share.rows[place] as usize * row_tiles + column];
+                        arithmetic.wide().add_weighted(sum, weights[share.slots[place] as usize], values);
                     }
                 }
-            };
-            with_kept!(DownScratch, add);
-        });
+                let Some(following) = following else { break };
+                features = following;
+            }
+        }
+        for (row, sums) in by_row.chunks_exact(row_tiles).enumerate() {
+            out.row_mut(row).copy_from_slice(&sums.as_flattened()[..width]);
+        }
     }
 }
 

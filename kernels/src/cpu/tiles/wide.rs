@@ -67,8 +67,9 @@ impl Avx512Bw {
         unsafe { transposed(tile) }
     }
 
-    /// `out += weight * row`, element by element, for as many as `out` has.
-    pub(super) fn add_weighted(self, out: &mut [f32], weight: f32, row: &[f32; EDGE]) {
+    /// `out += weight * row`, element by element.
+    #[inline]
+    pub(super) fn add_weighted(self, out: &mut [f32; EDGE], weight: f32, row: &[f32; EDGE]) {
         // SAFETY: `self` exists, so `detect` saw all features that `add_weighted` is compiled for.
         unsafe { add_weighted(out, weight, row) }
     }
@@ -260,18 +261,11 @@ fn transposed(tile: &Tile) -> Tile {
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-fn add_weighted(out: &mut [f32], weight: f32, row: &[f32; EDGE]) {
-    if let Ok(out) = <&mut [f32; EDGE]>::try_from(&mut *out) {
-        // SAFETY: sixteen f32 are 64 bytes.
-        unsafe {
-            let sum =
-                _mm512_fmadd_ps(_mm512_set1_ps(weight), _mm512_loadu_ps(row.as_ptr()), _mm512_loadu_ps(out.as_ptr()));
-            _mm512_storeu_ps(out.as_mut_ptr(), sum);
-        }
-        return;
-    }
-    for (out, value) in out.iter_mut().zip(row) {
-        *out = weight.mul_add(*value, *out);
+fn add_weighted(out: &mut [f32; EDGE], weight: f32, row: &[f32; EDGE]) {
+    // SAFETY: sixteen f32 are 64 bytes.
+    unsafe {
+        let sum = _mm512_fmadd_ps(_mm512_set1_ps(weight), _mm512_loadu_ps(row.as_ptr()), _mm512_loadu_ps(out.as_ptr()));
+        _mm512_storeu_ps(out.as_mut_ptr(), sum);
     }
 }
 
