@@ -296,9 +296,10 @@ impl<'a> StoredGroups<'a> {
         Self { features, strips: features.count / STRIP, groups, group_bytes }
     }
 
-    /// Calls `work` for each group with its lines, `[steps][step_lines]`, in ascending order. `decode(codes, out)`
-    /// puts a strip into them, from where `out` starts on; what is multiplied next is asked for meanwhile. The lines of the next group are another buffer, and `work` gets what decodes them: to be
-    /// called once for each step, in any place of its own work, which the processor can then do at the same time.
+    /// Calls `work` for each group with its lines, `[steps][step_lines]`, in ascending order. `decode(codes, out)` puts a
+    /// strip into them, from where `out` starts on; what is multiplied next is asked for meanwhile. The lines of the next
+    /// group are another buffer, and `work` gets what decodes them: to be called once for each step, in any place of its
+    /// own work, which the processor can then do at the same time.
     pub(super) fn in_turn(
         &self,
         wide: Avx512Bw,
