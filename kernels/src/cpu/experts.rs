@@ -10,7 +10,7 @@ use super::elementwise::{swiglu, swiglu_in_place};
 use super::isa::Kernel;
 use super::kept::{with_kept, with_taken};
 use super::lanes::Lanes;
-use super::linear::{BlockProducts, BlockScratch, FEATURES, linear};
+use super::linear::{BlockProducts, BlockScratch, FEATURES, linear, linear_pair};
 use super::products::{Packed, Step};
 #[cfg(target_arch = "x86_64")]
 use super::tiles;
@@ -46,8 +46,7 @@ impl GatedScratch {
         let Self { gate, up } = self;
         gate.resize(len, 0.0);
         up.resize(len, 0.0);
-        linear(isa, gate, x, &expert.gate);
-        linear(isa, up, x, &expert.up);
+        linear_pair(isa, [gate, up], x, [&expert.gate, &expert.up]);
         swiglu(isa, gate, up);
         gate
     }
@@ -74,7 +73,6 @@ pub fn experts<'a>(
     if uses.experts.iter().all(|Used { expert, .. }| {
         [&expert.gate, &expert.up, &expert.down].into_iter().all(|matrix| tiles::takes(isa, matrix))
     }) {
-        out.fill(0.0);
         return tiles::experts(isa, out, x, weights, hidden, &uses.experts);
     }
     with_taken!(Between, |Between { gated, packed }: &mut Between| {

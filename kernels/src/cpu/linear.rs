@@ -30,6 +30,24 @@ pub fn linear(isa: Isa, out: &mut [f32], x: &[f32], w: &WeightMatrix<'_>) {
     linear_f32(isa, out, x, w);
 }
 
+/// [`linear`] with two matrices of the same shape.
+pub(super) fn linear_pair(isa: Isa, outs: [&mut [f32]; 2], x: &[f32], w: [&WeightMatrix<'_>; 2]) {
+    #[cfg(target_arch = "x86_64")]
+    if w.iter().all(|w| tiles::takes(isa, w)) {
+        let rows = x.len() / w[0].cols();
+        for (out, w) in outs.iter().zip(w) {
+            assert!(x.len() == rows * w.cols() && out.len() == rows * w.rows());
+        }
+        if rows > 0 {
+            tiles::linear_pair(isa, outs, x, w);
+        }
+        return;
+    }
+    for (out, w) in outs.into_iter().zip(w) {
+        linear(isa, out, x, w);
+    }
+}
+
 /// [`linear`] in f32 on every instruction set: for routers.
 pub fn linear_f32(isa: Isa, out: &mut [f32], x: &[f32], w: &WeightMatrix<'_>) {
     let rows = x.len() / w.cols();

@@ -2,9 +2,9 @@
 
 use rayon::prelude::*;
 
-use super::panels::{Narrowed, Panels, PanelsView};
+use super::panels::{Panels, PanelsView};
 use super::product::{Features, PANELS_IN_PLACE, Scratch, products_in_parts};
-use super::{BLOCK_FEATURES, EDGE, Engine, Plan, Tile, Work, on_engine};
+use super::{BLOCK_FEATURES, EDGE, Engine, Order, Plan, Tile, Work, on_engine};
 use crate::cpu::Isa;
 use crate::cpu::columns::{ColumnBlock, column_blocks};
 use crate::cpu::kept::with_kept;
@@ -30,30 +30,43 @@ fn features_a_task(w: &WeightMatrix<'_>, panels: usize) -> usize {
 
 /// As [`crate::cpu::linear`].
 pub(in crate::cpu) fn linear(isa: Isa, out: &mut [f32], x: &[f32], w: &WeightMatrix<'_>) {
-    on_engine(isa, Linear { out, x, w });
+    on_engine(isa, Linear { outs: [out], x, w: [w] });
 }
 
-struct Linear<'a> {
-    out: &'a mut [f32],
+/// [`linear`] with two matrices of the same width, for which `x` is rounded once.
+pub(in crate::cpu) fn linear_pair(isa: Isa, outs: [&mut [f32]; 2], x: &[f32], w: [&WeightMatrix<'_>; 2]) {
+    on_engine(isa, Linear { outs, x, w });
+}
+
+struct Linear<'a, const MATRICES: usize> {
+    outs: [&'a mut [f32]; MATRICES],
     x: &'a [f32],
-    w: &'a WeightMatrix<'a>,
+    w: [&'a WeightMatrix<'a>; MATRICES],
 }
 
-impl Work for Linear<'_> {
+impl<const MATRICES: usize> Work for Linear<'_, MATRICES> {
     type Output = ();
 
     fn run<E: Engine>(self, engine: E) {
-        let Self { out, x, w } = self;
-        let narrowed = Narrowed::new(engine.vectors(), x, w.cols(), Plan::of(w).order());
-        let panels = Panels::all(*engine.vectors(), &narrowed);
-        let view = panels.view();
-        let count = features_a_task(w, view.count());
-        let blocks = column_blocks(out, w.rows(), count);
-        blocks.into_par_iter().enumerate().for_each(|(block, mut columns)| {
-            let session = engine.begin();
-            let features = Features::up_to(w, block * count, count);
-            with_kept!(LinearScratch, |scratch| block_rows(engine, &session, &mut columns, features, view, scratch));
-        });
+        let Self { outs, x, w: matrices } = self;
+        let mut packed: Option<(Order, Panels)> = None;
+        for (out, w) in outs.into_iter().zip(matrices) {
+            let order = Plan::of(w).order();
+            let of_order = packed.take().filter(|(packed, _)| *packed == order);
+            let (_, panels) =
+                packed.insert(of_order.unwrap_or_else(|| (order, Panels::of(engine.vectors(), x, w.cols(), order))));
+            let view = panels.view();
+            let count = features_a_task(w, view.count());
+            let blocks = column_blocks(out, w.rows(), count);
+            blocks.into_par_iter().enumerate().for_each(|(block, mut columns)| {
+                let session = engine.begin();
+                let features = Features::up_to(w, block * count, count);
+                let compute = |scratch: &mut LinearScratch| {
+                    block_rows(engine, &session, &mut columns, features, view, scratch);
+                };
+                with_kept!(LinearScratch, compute);
+            });
+        }
     }
 }
 
@@ -104,8 +117,7 @@ impl HeadInput {
             type Output = Panels;
 
             fn run<E: Engine>(self, engine: E) -> Panels {
-                let narrowed = Narrowed::new(engine.vectors(), self.0, self.1.cols(), Plan::of(self.1).order());
-                Panels::all(*engine.vectors(), &narrowed)
+                Panels::of(engine.vectors(), self.0, self.1.cols(), Plan::of(self.1).order())
             }
         }
         Self { isa, panels: on_engine(isa, Prepare(x, head)) }
@@ -138,5 +150,47 @@ impl HeadInput {
             }
         }
         on_engine(self.isa, Piece { out, tokens, head, first_token, x: self.panels.view() });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use minnow_common::{Encoding, FloatType, Shape, TensorSpec};
+
+    use super::*;
+    use crate::conformance::random;
+
+    /// Of one encoding, for which rows are rounded once, and of two that want columns in different orders.
+    #[test]
+    fn a_pair_of_matrices_has_the_bits_of_each_alone() {
+        const ROWS: usize = 19;
+        const COLS: usize = 256;
+        const FEATURES: usize = 40;
+        let encodings = [Encoding::Float(FloatType::Bf16), Encoding::I4Mma];
+        let specs = encodings.map(|encoding| {
+            let group = if encoding == Encoding::I4Mma { 128 } else { 0 };
+            TensorSpec::new(Shape::matrix(FEATURES, COLS), encoding, group, None).expect("a spec")
+        });
+        // No byte above 0x3f, so that no BF16 and no scale is infinite or NaN.
+        let bytes = |count: u64| -> Vec<u8> { (0..count).map(|index| (index * 37 % 64) as u8).collect() };
+        let stored = specs.each_ref().map(|spec| (bytes(spec.data_bytes()), bytes(spec.scales_bytes())));
+        let matrix = |index: usize| {
+            let (data, scales) = &stored[index];
+            WeightMatrix::new(&specs[index], data, scales).expect("a matrix")
+        };
+        let x = random("rows of a pair", ROWS * COLS);
+        for isa in Isa::present().filter(|isa| isa.rounds_to_bf16()) {
+            for pair in [[0, 0], [0, 1], [1, 0], [1, 1]] {
+                let w = pair.map(matrix);
+                let alone = w.each_ref().map(|w| {
+                    let mut out = vec![f32::NAN; ROWS * FEATURES];
+                    linear(isa, &mut out, &x, w);
+                    out
+                });
+                let [mut first, mut second] = [(); 2].map(|()| vec![f32::NAN; ROWS * FEATURES]);
+                linear_pair(isa, [&mut first, &mut second], &x, w.each_ref());
+                assert_eq!([first, second], alone, "{isa}, {pair:?}");
+            }
+        }
     }
 }

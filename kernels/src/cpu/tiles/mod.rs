@@ -36,7 +36,7 @@ pub(super) use attention::{PackedShape, attend, pack_layer};
 pub(super) use avx512::Avx512Bf16;
 use codes::CodeWork;
 pub(super) use experts::{experts, experts_int8};
-pub(super) use linear::{HeadInput, linear};
+pub(super) use linear::{HeadInput, linear, linear_pair};
 
 use vnni::Avx512Vnni;
 use wide::{Avx512Bw, CodeBytes};
@@ -54,7 +54,7 @@ const CODE_STEP: usize = 64;
 const CODE_STEPS: usize = Order::SPAN / CODE_STEP;
 /// Feature tiles that are multiplied together: with two panels they are all the sums that an engine can keep.
 const FEW_TILES: usize = 2;
-/// Features that are multiplied together where a matrix is decoded as a whole, and that a task of `down` computes.
+/// Features that are multiplied together where a matrix is decoded as a whole. A task of `down` computes a multiple.
 const BLOCK_FEATURES: usize = 64;
 
 /// 32 BF16 that are loaded together, columns of one feature or one pair of columns of sixteen rows; or 64 codes, columns of

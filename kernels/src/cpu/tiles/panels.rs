@@ -5,6 +5,7 @@ use rayon::prelude::*;
 use super::avx512::Avx512Bf16;
 use super::reuse::Lines;
 use super::{Avx512Bw, CODE_STEP, EDGE, Line, Order, STEP};
+use crate::cpu::kept::with_kept;
 
 /// Rounded rows, each as lines in some order.
 pub(super) struct Narrowed {
@@ -75,16 +76,24 @@ pub(super) struct Panels {
 }
 
 impl Panels {
-    /// All rows, in order.
-    pub(super) fn all(wide: Avx512Bw, x: &Narrowed) -> Self {
-        let steps = x.steps();
-        let mut lines = Lines::new(x.rows().div_ceil(EDGE) * steps * EDGE);
-        lines.par_chunks_mut(steps * EDGE).enumerate().for_each(|(panel, lines)| {
-            let rows = panel * EDGE..x.rows().min((panel + 1) * EDGE);
-            let rows: Vec<&[Line]> = rows.map(|row| x.row(row)).collect();
-            wide.pack(lines, &rows);
+    /// All rows of `x: [rows, width]`, rounded, in order. Sixteen at a time, so that they are read once.
+    pub(super) fn of(vectors: Avx512Bf16, x: &[f32], width: usize, order: Order) -> Self {
+        let (rows, steps) = (x.len() / width, width.div_ceil(STEP));
+        let mut lines = Lines::new(PanelsView::lines_of(rows, steps));
+        lines.par_chunks_mut(steps * EDGE).zip(x.par_chunks(EDGE * width)).for_each(|(panel, x)| {
+            with_kept!(Vec<Line>, |narrow: &mut Vec<Line>| {
+                narrow.resize(EDGE * steps, Line::ZERO);
+                let rows = x.chunks_exact(width).zip(narrow.chunks_exact_mut(steps));
+                let rows: Vec<&[Line]> = rows
+                    .map(|(row, lines)| {
+                        vectors.narrow(row, order, lines);
+                        &*lines
+                    })
+                    .collect();
+                vectors.pack(panel, &rows);
+            });
         });
-        Self { lines, steps, rows: x.rows() }
+        Self { lines, steps, rows }
     }
 
     pub(super) fn view(&self) -> PanelsView<'_> {
