@@ -21,6 +21,13 @@ include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));
 /// The oldest driver that takes this build's kernels: they are made by nvcc 13.0.
 const DRIVER_VERSION_MIN: i32 = 13_000;
 
+/// Compute capability from which kernels overlap. Where they do, a kernel that wants a multiprocessor divided otherwise than
+/// the one in front, into shared memory and first-level cache, waits for it to be empty; so all want the same.
+const OVERLAPPING: (i32, i32) = (9, 0);
+
+/// Modules that are faster with more of that cache: by 2 % at eight sequences.
+const CACHED_MODULES: [&str; 1] = ["attention"];
+
 /// Why no GPU can be used.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum Unavailable {
@@ -312,7 +319,11 @@ impl Device {
             return Err(missing());
         }
         check("cuModuleGetFunction", code)?;
-        Ok(Kernel { device: self.clone(), function, name: format!("{module}::{name}").into() })
+        let kernel = Kernel { device: self.clone(), function, name: format!("{module}::{name}").into() };
+        if self.0.properties.capability >= OVERLAPPING && !CACHED_MODULES.contains(&module) {
+            kernel.prefer_shared()?;
+        }
+        Ok(kernel)
     }
 
     /// Whether this build has `cu/*/module.cu` for this GPU.
@@ -807,6 +818,15 @@ impl Kernel {
         let which = FunctionAttribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the function is loaded as long as the device lives.
         check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(self.function, which, bytes.cast_signed()) })
+    }
+
+    /// Asks for multiprocessors that are all shared memory, as far as they can be, and no first-level cache.
+    fn prefer_shared(&self) -> Result<(), CudaError> {
+        const PERCENT: i32 = 100;
+        self.device.make_current()?;
+        let which = FunctionAttribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        // SAFETY: the function is loaded as long as the device lives.
+        check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(self.function, which, PERCENT) })
     }
 
     /// Blocks of `threads` threads and `shared_bytes` of dynamic shared memory that fit a multiprocessor at once.
