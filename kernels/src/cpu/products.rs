@@ -151,44 +151,24 @@ fn add_panel<L: Lanes>(lanes: L, sums: &mut Sums<L>, rows: usize, x: &[Step], we
     while row + 4 <= rows {
         match L::TILE {
             Tile::Wide => {
-                add_tile::<L, 4, 4>(lanes, sums, x, weights, row, 0);
-                add_tile::<L, 4, 4>(lanes, sums, x, weights, row, 4);
+                lanes.add_products::<4, 4>(sums, (x, row), (weights, 0));
+                lanes.add_products::<4, 4>(sums, (x, row), (weights, 4));
             }
             Tile::Narrow => {
-                add_tile::<L, 4, 3>(lanes, sums, x, weights, row, 0);
-                add_tile::<L, 4, 3>(lanes, sums, x, weights, row, 3);
-                add_tile::<L, 4, 2>(lanes, sums, x, weights, row, 6);
+                lanes.add_products::<4, 3>(sums, (x, row), (weights, 0));
+                lanes.add_products::<4, 3>(sums, (x, row), (weights, 3));
+                lanes.add_products::<4, 2>(sums, (x, row), (weights, 6));
             }
         }
         row += 4;
     }
     if row + 2 <= rows {
-        add_tile::<L, 2, 4>(lanes, sums, x, weights, row, 0);
-        add_tile::<L, 2, 4>(lanes, sums, x, weights, row, 4);
+        lanes.add_products::<2, 4>(sums, (x, row), (weights, 0));
+        lanes.add_products::<2, 4>(sums, (x, row), (weights, 4));
         row += 2;
     }
     if row < rows {
-        add_tile::<L, 1, 8>(lanes, sums, x, weights, row, 0);
-    }
-}
-
-/// A tile of `R` rows of `x` from `row` on, and `N` of weights from `feature` on.
-#[inline(always)]
-fn add_tile<L: Lanes, const R: usize, const N: usize>(
-    lanes: L,
-    all: &mut Sums<L>,
-    x: &[Step],
-    weights: &[Step],
-    row: usize,
-    feature: usize,
-) {
-    let mut sums = [[lanes.splat(0.0); N]; R];
-    for (sums, all) in sums.iter_mut().zip(&all[row..]) {
-        sums.copy_from_slice(&all[feature..][..N]);
-    }
-    lanes.add_products(&mut sums, (x, row), (weights, feature));
-    for (sums, all) in sums.iter().zip(&mut all[row..]) {
-        all[feature..][..N].copy_from_slice(sums);
+        lanes.add_products::<1, 8>(sums, (x, row), (weights, 0));
     }
 }
 

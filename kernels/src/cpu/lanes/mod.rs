@@ -61,26 +61,28 @@ pub(crate) trait Lanes: Copy + Send + Sync {
         out
     }
 
-    /// `sums[r][n] += x[row + r] * weights[feature + n]` lane by lane, step after step.
+    /// `all[row + r][feature + n] += x[row + r] * weights[feature + n]` lane by lane, for `R` rows and `N` features, step
+    /// after step.
     #[inline(always)]
     fn add_products<const R: usize, const N: usize>(
         self,
-        sums: &mut [[Self::Vector; N]; R],
+        all: &mut [[Self::Vector; STRIP]; STRIP],
         (x, row): (&[Step], usize),
         (weights, feature): (&[Step], usize),
     ) {
         assert!(row + R <= STRIP && feature + N <= STRIP);
+        let mut sums: [[_; N]; R] = std::array::from_fn(|r| std::array::from_fn(|n| all[row + r][feature + n]));
         for (x, weights) in x.iter().zip(weights) {
-            let mut factors = [self.splat(0.0); N];
-            for (factor, weights) in factors.iter_mut().zip(&weights.0[feature..]) {
-                *factor = self.load(weights);
-            }
-            for (sums, x) in sums.iter_mut().zip(&x.0[row..]) {
-                let x = self.load(x);
+            let factors: [_; N] = std::array::from_fn(|n| self.load(&weights.0[feature + n]));
+            for (r, sums) in sums.iter_mut().enumerate() {
+                let x = self.load(&x.0[row + r]);
                 for (sum, factor) in sums.iter_mut().zip(factors) {
                     *sum = self.mul_add(x, factor, *sum);
                 }
             }
+        }
+        for (all, sums) in all[row..].iter_mut().zip(sums) {
+            all[feature..][..N].copy_from_slice(&sums);
         }
     }
 
@@ -232,8 +234,8 @@ mod tests {
             ];
             let each = std::array::from_fn(|i| lanes.mul(a, lanes.splat(i as f32 + 0.3)));
             assert_eq!(lanes.sum_each(each), each.map(|vector| lanes.sum(vector)));
-            let mut tile = [[lanes.splat(0.5); 3]; 4];
-            lanes.add_products(&mut tile, (&steps, 3), (&steps[1..], 5));
+            let mut tile = [[lanes.splat(0.5); STRIP]; STRIP];
+            lanes.add_products::<4, 3>(&mut tile, (&steps, 3), (&steps[1..], 5));
             for vector in vectors.into_iter().chain(tile.into_iter().flatten()) {
                 let mut values = [0.0; LANES];
                 lanes.store(vector, &mut values);

@@ -437,37 +437,15 @@ impl Lanes for Avx2 {
         }
     }
 
-    /// One half of the lanes after the other: twelve sums of one half, three factors and an `x` are all registers.
     #[inline(always)]
     fn add_products<const R: usize, const N: usize>(
         self,
-        sums: &mut [[[__m256; 2]; N]; R],
-        (x, row): (&[Step], usize),
-        (weights, feature): (&[Step], usize),
+        all: &mut [[[__m256; 2]; STRIP]; STRIP],
+        x: (&[Step], usize),
+        weights: (&[Step], usize),
     ) {
-        assert!(row + R <= STRIP && feature + N <= STRIP);
         for half in 0..2 {
-            proven! {
-                let mut halves = [[_mm256_setzero_ps(); N]; R];
-                for (half_sum, sum) in halves.as_flattened_mut().iter_mut().zip(sums.as_flattened()) {
-                    *half_sum = sum[half];
-                }
-                for (x, weights) in x.iter().zip(weights) {
-                    let mut factors = [_mm256_setzero_ps(); N];
-                    for (factor, weights) in factors.iter_mut().zip(&weights.0[feature..]) {
-                        *factor = _mm256_loadu_ps(weights.as_chunks::<8>().0[half].as_ptr());
-                    }
-                    for (sums, x) in halves.iter_mut().zip(&x.0[row..]) {
-                        let x = _mm256_loadu_ps(x.as_chunks::<8>().0[half].as_ptr());
-                        for (sum, factor) in sums.iter_mut().zip(factors) {
-                            *sum = _mm256_fmadd_ps(x, factor, *sum);
-                        }
-                    }
-                }
-                for (half_sum, sum) in halves.as_flattened().iter().zip(sums.as_flattened_mut()) {
-                    sum[half] = *half_sum;
-                }
-            }
+            proven! { add_products_of_eights::<R, N>(all, half, x, weights) }
         }
     }
 
@@ -570,6 +548,51 @@ impl Lanes for Avx2 {
     fn to_e2m1(self, a: [__m256; 2]) -> u64 {
         proven!(packed_nibbles(bytes_of_lanes([eight_e2m1_codes(a[0]), eight_e2m1_codes(a[1])])))
     }
+}
+
+/// [`Lanes::add_products`] in one half of the lanes: twelve sums, three factors and an `x` are all registers. (With sums of
+/// both halves handed over as an array of their own, compilers kept one in memory.)
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn add_products_of_eights<const R: usize, const N: usize>(
+    all: &mut [[[__m256; 2]; STRIP]; STRIP],
+    half: usize,
+    (x, row): (&[Step], usize),
+    (weights, feature): (&[Step], usize),
+) {
+    assert!(row + R <= STRIP && feature + N <= STRIP && half < 2);
+    let mut sums = [[_mm256_setzero_ps(); N]; R];
+    for (r, sums) in sums.iter_mut().enumerate() {
+        for (n, sum) in sums.iter_mut().enumerate() {
+            *sum = all[row + r][feature + n][half];
+        }
+    }
+    for (x, weights) in x.iter().zip(weights) {
+        let mut factors = [_mm256_setzero_ps(); N];
+        for (n, factor) in factors.iter_mut().enumerate() {
+            *factor = eight_of(weights, feature + n, half);
+        }
+        for (r, sums) in sums.iter_mut().enumerate() {
+            let x = eight_of(x, row + r, half);
+            for (sum, factor) in sums.iter_mut().zip(factors) {
+                *sum = _mm256_fmadd_ps(x, factor, *sum);
+            }
+        }
+    }
+    for (r, sums) in sums.iter().enumerate() {
+        for (n, sum) in sums.iter().enumerate() {
+            all[row + r][feature + n][half] = *sum;
+        }
+    }
+}
+
+/// Half of sixteen columns of a row.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn eight_of(step: &Step, row: usize, half: usize) -> __m256 {
+    let values: &[f32; 8] = &step.0[row].as_chunks().0[half];
+    // SAFETY: eight f32 are what is loaded, from wherever they lie.
+    unsafe { _mm256_loadu_ps(values.as_ptr()) }
 }
 
 #[inline]
